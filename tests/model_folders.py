@@ -99,8 +99,12 @@ def draw_config(family: Family, rng: np.random.Generator) -> dict[str, Any]:
     if family.options.get("num_key_value_heads"):
         kv_heads = heads = int(family.options["num_key_value_heads"])
     wide = {"max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False}
-    hidden, intermediate = heads * int(rng.choice([8, 16])), int(rng.choice([48, 80, 96]))
-    config = small_config(hidden, intermediate, int(rng.integers(2, 4)), heads, kv_heads, rms_norm_eps=1e-5, **wide)
+    head_dim, intermediate = int(rng.choice([8, 16])), int(rng.choice([48, 80, 96]))
+    if "short_factor" in family.options.get("rope_parameters", {}):  # one factor for each rotated pair of 16 values
+        head_dim = 16
+    config = small_config(
+        heads * head_dim, intermediate, int(rng.integers(2, 4)), heads, kv_heads, rms_norm_eps=1e-5, **wide
+    )
     config |= {k: v for k, v in family.options.items() if k != "num_key_value_heads"}
     if types := family.options.get("layer_types"):
         config["layer_types"] = [types[layer % len(types)] for layer in range(config["num_hidden_layers"])]

@@ -158,7 +158,11 @@ class DecoderLayer:
         return self._post_norm(self.feed_forward(normed_TH), self.mlp_post_norm), residual_TH
 
     def _post_norm(self, x_TH: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        return x_TH if norm is None else self.kernels.rms_norm(x_TH, norm.weight_H, self.config.norm_eps)
+        if norm is None:
+            return x_TH
+        if self.config.norm_kind == "layer":
+            return F.layer_norm(x_TH, x_TH.shape[1:], norm.weight_H, norm.bias_H, self.config.norm_eps)
+        return self.kernels.rms_norm(x_TH, norm.weight_H, self.config.norm_eps)
 
 
 def norm_dtype(config: ModelConfig, dtype: torch.dtype) -> torch.dtype:

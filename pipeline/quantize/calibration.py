@@ -42,10 +42,10 @@ class Calibration:
         self._longest = longest
         one = replace(config, layers=config.layers[:1])
         self._kv = KVCache.allocate(one, -(-longest // BLOCK_SIZE), BLOCK_SIZE, torch.float32, device)
-        scale = config.embedding_scale
-        self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() * scale for ids in texts]
+        self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() for ids in texts]
         if position_PH is not None:
             self._hidden_TH = [hidden_TH + position_PH[: len(hidden_TH)].float() for hidden_TH in self._hidden_TH]
+        self._hidden_TH = [hidden_TH * config.embedding_scale for hidden_TH in self._hidden_TH]
 
     def moments(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
         """Return the second moments of the inputs of each of the layer's LINEARS, over all texts."""

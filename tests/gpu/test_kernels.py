@@ -146,8 +146,9 @@ def test_attention(target: Target, name: str, with_fp8: bool) -> None:
     counts, contexts, shared = STEPS[name]
     for heads in target.heads:
         step = paged_step(counts, contexts, heads, target.dtype, target.device, with_fp8_cache=with_fp8, shared=shared)
-        for window in (None, 48):
-            params = replace(step.attn_metadata, plans={}), heads.head_dim**-0.5, window
+        sinks_N = target.normal(heads.num_heads).float()
+        for window, *softmax in ((None,), (48,), (None, 2.0, sinks_N), (48, 0.0, sinks_N)):
+            params = replace(step.attn_metadata, plans={}), heads.head_dim**-0.5, window, *softmax
             ours = kernels.attention(step.q_TND, step.cache, *params)
             expected = exact.attention(step.q_TND.float(), step.cache, replace(params[0], plans={}), *params[1:])
             assert close(target, (ours, expected)), (heads, window)

@@ -10,6 +10,14 @@ from pipeline.kernels.reference import write_kv
 CPU = torch.device("cpu")
 Lengths = list[tuple[int, int]]
 """Context of each sequence, and the number of its last tokens that are queries."""
+SOFTMAX_KINDS = "softcap", "sinks", "softcap and sinks"
+
+
+def softmax_options(kind: str, num_heads: int, device: torch.device = CPU) -> tuple[float, torch.Tensor | None]:
+    """Return softcap and sinks_N of `contract.Attention` for one of SOFTMAX_KINDS, or for "". Scores of normal queries
+    and keys come near the cap; some sinks outweigh all keys, others hardly count."""
+    sinks_N = torch.linspace(9.0, -9.0, num_heads) if num_heads > 1 else torch.tensor([1.5])
+    return 1.5 if "softcap" in kind else 0.0, sinks_N.to(device) if "sinks" in kind else None
 
 
 def paged_step(

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.demo.check import wrong_facts
@@ -18,9 +18,10 @@ from pipeline.demo.reports import make_report
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
 from pipeline.quantize import awq
-from pipeline.quantize.calibration import FUSED, Calibration
+from pipeline.quantize.calibration import Calibration
 from pipeline.quantize.checkpoint_writer import CheckpointWriter
 from tests.model_folders import FAMILIES, Family, load_reference, make_family, small_config, write_checkpoint
+from tests.parity.harness import LOGIT_TOLERANCE, float32_engine, our_logits, reference_logits
 
 CONFIG = small_config(64, 96, 3, 4, 2, initializer_range=0.08)
 SMALL_FOR_AWQ = {"num_hidden_layers": 1, "num_key_value_heads": 4, "intermediate_size": 128}
@@ -97,8 +98,8 @@ def test_the_files_hold_the_weights_as_their_formats_say_and_the_engine_reads_th
     assert all(torch.equal(plain[name], stored[name]) for name in others)
     reader = WeightReader(out, read_config(out))
     for index, layer in enumerate(reader.layers()):
-        for field, names in FUSED.items():
-            expected = np.concatenate([values[f"model.layers.{index}.{name}"] for name in names])
+        for field, parts in reader.config.linears(index).items():
+            expected = np.concatenate([values[f"model.{name}"] for name, _, _ in parts])
             read = getattr(layer, field).dequantize(torch.float32).numpy()
             np.testing.assert_array_equal(read, expected.astype(np.float32))
 
@@ -184,7 +185,9 @@ def digests(folder: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
-@pytest.mark.parametrize("name", ["llama-linear-bias-tied", "qwen2-window", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama-linear-bias-tied", "qwen2-window", "qwen3", "gemma3", "olmo2", "phi3", "granite", "starcoder2"]
+)
 def test_layers_see_what_transformers_layers_see(tmp_path, name):
     """The second moments of every linear's inputs, by hooks in another implementation."""
     base = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2)
@@ -192,7 +195,7 @@ def test_layers_see_what_transformers_layers_see(tmp_path, name):
     texts = [rng.integers(0, 256, n).tolist() for n in (40, 17, 3)]
     model, seen = load_reference(base), {}
     for name, module in model.named_modules():
-        if name.endswith(("q_proj", "o_proj", "gate_proj", "down_proj")):
+        if name.endswith(("_proj", "c_fc")):
             module.register_forward_pre_hook(
                 lambda _, given, name=name: seen.setdefault(name, []).append(given[0][0].double())
             )
@@ -200,13 +203,49 @@ def test_layers_see_what_transformers_layers_see(tmp_path, name):
         for ids in texts:
             model(torch.tensor([ids]))
     reader = WeightReader(base, read_config(base))
-    calibration = Calibration(reader.config, reader.embedding(), texts, torch.device("cpu"))
+    calibration = Calibration(reader.config, reader.embedding(), None, texts, torch.device("cpu"))
     for index, weights in enumerate(reader.layers()):
         moments = calibration.moments(index, weights)
-        for field, names in FUSED.items():
-            x_TK = torch.cat(seen[f"model.layers.{index}.{names[0]}"])
+        for field, parts in reader.config.linears(index).items():
+            x_TK = torch.cat(seen[f"model.{parts[0][0]}"])
             torch.testing.assert_close(moments[field].double(), x_TK.T @ x_TK, rtol=1e-3, atol=2e-3)
         calibration.advance(index, weights)
+
+
+MADE = {"gptq": ["--group-size", "32", "--samples", "4"], "rtn": ["--group-size", "32"], "fp8": []}
+
+
+@pytest.mark.parametrize("method", MADE)
+@pytest.mark.parametrize("name", ["gemma3", "olmo2", "starcoder2"])
+def test_a_quantized_family_computes_what_its_weights_say(pipe, data, tmp_path, name, method):
+    """Against transformers with the dequantized weights."""
+    family = next(family for family in FAMILIES if family.name == name)
+    config = small_config(64, 96, 2, 4, 2, initializer_range=0.2) | family.options
+    base, out, dense = write_checkpoint(tmp_path / "base", family, config, 3), tmp_path / "out", tmp_path / "dense"
+    made(pipe, base, out, method, *MADE[method], *(["--calibration", str(data)] if method == "gptq" else []))
+    reader, tensors = WeightReader(out, read_config(out)), tensors_of(base)
+    for index, layer in enumerate(reader.layers()):
+        for field, parts in reader.config.linears(index).items():
+            weight = getattr(layer, field).dequantize(torch.float32)
+            for (stem, _, _), part in zip(parts, weight.split([rows for _, rows, _ in parts])):
+                off = (part - tensors[f"model.{stem}.weight"]).abs()
+                assert 0 < float(off.mean()) < 0.06
+                tensors[f"model.{stem}.weight"] = part.clone()
+    shutil.copytree(base, dense, ignore=shutil.ignore_patterns("*.safetensors*"))
+    save_file(tensors, dense / "model.safetensors", {"format": "pt"})
+    ids = np.random.default_rng(2).integers(0, 256, 60).tolist()
+    with float32_engine(out) as engine:
+        difference = (our_logits(engine, ids) - reference_logits(load_reference(dense), ids)).abs().max()
+    assert float(difference) < LOGIT_TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["gpt2", "phi3-long-partial"])
+def test_a_family_that_cannot_be_quantized_is_refused(pipe, tmp_path, name):
+    base = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2)
+    code, _, err = pipe("quantize", str(base), "--output", str(tmp_path / "out"), "--method", "int8")
+    assert code == 2
+    assert "models of this family cannot be quantized here yet" in err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
-from tests.kernels.steps import paged_step, widened
+from tests.kernels.steps import SOFTMAX_KINDS, paged_step, softmax_options, widened
 from tests.kernels.triton.problems import DEVICE
 
 CPU = torch.device("cpu")
@@ -29,10 +29,16 @@ def ragged_step(
 
 
 def check(
-    q_TND: torch.Tensor, cache: LayerCache, attn_metadata: AttentionInput, window: int | None, scale: float = 0.3
+    q_TND: torch.Tensor,
+    cache: LayerCache,
+    attn_metadata: AttentionInput,
+    window: int | None,
+    scale: float = 0.3,
+    kind: str = "",
 ) -> None:
-    ours = attention(q_TND, cache, attn_metadata, scale, window)
-    oracle = reference_attention(q_TND.float(), widened(cache), attn_metadata, scale, window)
+    options = scale, window, *softmax_options(kind, q_TND.shape[1])
+    ours = attention(q_TND, cache, attn_metadata, *options)
+    oracle = reference_attention(q_TND.float(), widened(cache), attn_metadata, *options)
     assert torch.isfinite(ours).all(), "a slot outside the context was read"
     assert float((ours.float() - oracle).abs().max()) < TOLERANCE[q_TND.dtype], window
 
@@ -48,6 +54,8 @@ def test_attention(seed: int, with_fp8: bool) -> None:
     q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
     for window in (None, 1, 13):
         check(q_TND, cache, attn_metadata, window)
+    for window, kind in zip((None, None, 13), SOFTMAX_KINDS):
+        check(q_TND, cache, attn_metadata, window, kind=kind)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -69,16 +77,21 @@ def test_attention_of_heads_that_fill_whole_tiles(
             check(q_TND, cache, attn_metadata, window, head_dim**-0.5)
 
 
-def test_reference_attention_is_softmax_over_the_visible_keys() -> None:
+@pytest.mark.parametrize("kind", ["", *SOFTMAX_KINDS])
+def test_reference_attention_is_softmax_over_the_visible_keys(kind: str) -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4)
     starts, contexts = np.array([0, 2], dtype=np.int32), np.array([5], dtype=np.int32)
     attn_metadata = AttentionInput(starts, contexts, np.array([[0]], dtype=np.int32), torch.tensor([3, 4]), 6)
-    q_TND = torch.randn(2, 1, 4)
-    out = reference_attention(q_TND, LayerCache(keys, values), attn_metadata, 0.5, 3)
+    q_TND = torch.randn(2, 2, 4)
+    softcap, sinks_N = softmax_options(kind, 2)
+    out = reference_attention(q_TND, LayerCache(keys, values), attn_metadata, 0.5, 3, softcap, sinks_N)
     for row, visible in ((0, slice(1, 4)), (1, slice(2, 5))):
-        weights = (0.5 * keys[0, visible, 0] @ q_TND[row, 0]).softmax(0)
-        assert torch.allclose(out[row, 0], weights @ values[0, visible, 0], atol=1e-6)
+        for head in range(2):
+            scores = 0.5 * keys[0, visible, 0] @ q_TND[row, head]
+            size = (softcap * torch.tanh(scores / softcap) if softcap else scores).exp()
+            weights = size / (size.sum() + (0.0 if sinks_N is None else sinks_N[head].exp()))
+            assert torch.allclose(out[row, head], weights @ values[0, visible, 0], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -103,18 +116,32 @@ def test_every_code_is_widened_exactly(queries: int, attend: Callable[..., torch
     assert torch.allclose(out_TND[:, 0, 0], expected_T, rtol=1e-6, atol=0)
 
 
-def test_a_broken_value_or_key_stays_in_its_head_and_sequence() -> None:
+@pytest.mark.parametrize("kind", ["", "softcap and sinks"])
+def test_a_broken_value_or_key_stays_in_its_head_and_sequence(kind: str) -> None:
     torch.manual_seed(3)
     attn_metadata, cache = ragged_step(np.random.default_rng(3), 2, 16, 4, torch.float32, with_fp8=True)
     for name in ("k_scale_CKB", "v_scale_CKB"):
         broken = LayerCache(*(tensor.clone() for tensor in cache.tensors))
         getattr(broken, name)[attn_metadata.block_table_SM[1, 0], 1, 0] = float("nan")
         q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), 4, 16)
-        ours = attention(q_TND, broken, attn_metadata, 0.3, None).isfinite().all(-1)
+        ours = attention(q_TND, broken, attn_metadata, 0.3, None, *softmax_options(kind, 4)).isfinite().all(-1)
         rows = slice(*attn_metadata.query_start_S1[1:3].tolist())
         assert not ours[rows, 2:].any()
         ours[rows, 2:] = True
         assert ours.all()
+
+
+@pytest.mark.parametrize("size", [-200.0, 200.0])
+def test_scores_and_sinks_of_any_size(size: float) -> None:
+    """Exponentials of large scores overflow, and those of small ones vanish. The last sequence is a prompt."""
+    attn_metadata, cache = paged_step([(40, 1), (40, 40)], 1, 16, 4, torch.float32, np.random.default_rng(0))
+    for sinks_N in (torch.tensor([size, 0.0]), torch.tensor([0.0, size])):
+        for q_TND in (torch.randn(41, 2, 16), 100 * torch.randn(41, 2, 16)):
+            for softcap in (0.0, 3.0, 300.0):
+                options = 0.3, None, softcap, sinks_N
+                ours = attention(q_TND, cache, attn_metadata, *options)
+                oracle = reference_attention(q_TND, cache, attn_metadata, *options)
+                assert float((ours - oracle).abs().max()) < 2e-4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

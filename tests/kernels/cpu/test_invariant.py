@@ -13,6 +13,7 @@ from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 from tests.kernels.cpu.test_attention import TOLERANCE, ragged_step
+from tests.kernels.steps import SOFTMAX_KINDS, softmax_options
 
 CPU = torch.device("cpu")
 TOKENS = 1, 2, 3, 6, 65, 257
@@ -71,9 +72,10 @@ def test_a_query_is_independent(seed: int) -> None:
     torch.manual_seed(seed)
     attn_metadata, *caches = ragged_step(np.random.default_rng(seed), 2, 40, 16, torch.float32)
     q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), 4, 40)
-    for window in (None, 13):
-        oracle = reference_attention(q_TND, *caches, attn_metadata, 0.3, window)
-        ours = attention(q_TND, *caches, attn_metadata, 0.3, window)
+    for window, kind in ((None, ""), (13, ""), (13, SOFTMAX_KINDS[seed])):
+        options = 0.3, window, *softmax_options(kind, 4)
+        oracle = reference_attention(q_TND, *caches, attn_metadata, *options)
+        ours = attention(q_TND, *caches, attn_metadata, *options)
         assert float((ours - oracle).abs().max()) < TOLERANCE[torch.float32]
     together = attention(q_TND, *caches, attn_metadata, 0.3, None)
     assert torch.equal(of_each_query(attention, q_TND, (*caches,), attn_metadata), together)

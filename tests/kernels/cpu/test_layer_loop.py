@@ -124,6 +124,33 @@ def test_bits_are_those_of_layer_by_layer(
     assert threaded == [False] * 2 * len(STEPS[1:])  # the model is too small for two threads
 
 
+def test_layers_with_a_softcap_and_sinks(tmp_path: Path, threaded: list[bool]) -> None:
+    folder, kernels = make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)
+    assert kernels.fused_layer_loop is not None
+    found: list[list[torch.Tensor]] = []
+    for softcap, with_sinks, is_fused in (
+        (0.0, False, True),
+        (0.1, True, False),
+        (0.1, True, True),
+        (0.1, False, True),
+    ):
+        decoder = decoder_of(folder, replace(kernels, fused_layer_loop=None))
+        torch.manual_seed(0)
+        for layer in decoder.layers:
+            layer.softcap = softcap
+            layer.sinks_N = torch.randn(decoder.config.num_heads) if with_sinks else None
+        if is_fused:
+            config = decoder.config
+            decoder._decode_steps = kernels.fused_layer_loop(decoder.layers, config.head_dim, config.norm_eps)
+        found.append(run(decoder)[0])
+    assert len(threaded) == 3 * len(STEPS[1:])
+    plain, apart, fused, without_sinks = found
+    for step in range(len(STEPS)):
+        assert torch.equal(fused[step], apart[step])
+        assert not torch.equal(fused[step], plain[step])
+        assert not torch.equal(fused[step], without_sinks[step])
+
+
 def test_other_layers_and_caches_are_computed_layer_by_layer(tmp_path: Path, threaded: list[bool]) -> None:
     folder, kernels = make_family(tmp_path, FAMILIES[0], seed=3), select_kernels(CPU, torch.float32)
     run(decoder_of(folder, kernels), FP8)

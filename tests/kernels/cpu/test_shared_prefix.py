@@ -12,6 +12,7 @@ from pipeline.kernels.cpu.attention import shared_prefix as shared
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.cpu.attention.shared_prefix import SharedReading
 from tests.kernels.cpu.test_attention import check, ragged_step
+from tests.kernels.steps import SOFTMAX_KINDS
 
 
 def beginning_alike(attn_metadata: AttentionInput, sizes: list[int]) -> AttentionInput:
@@ -63,7 +64,8 @@ def test_attention_over_beginnings_read_together(
     q_TND = torch.randn(int(attn_metadata.query_start_S1[-1]), kv_heads * group, head_dim).to(dtype)
     for window in (None, 13, 1000):
         check(q_TND, cache, attn_metadata, window)
-    assert len(readings) % 2 == 0, "with a window that hides keys each reads its own"
+    check(q_TND, cache, attn_metadata, None, kind=SOFTMAX_KINDS[seed % 3])
+    assert len(readings) % 3 == 0, "with a window that hides keys each reads its own"
 
 
 def decoding(sequences: int, alike: int, own: int, block_size: int = 16) -> AttentionInput:
@@ -117,3 +119,17 @@ def test_a_broken_shared_key_breaks_its_head_in_all_sequences(
         assert out_TND[:, :2].isfinite().all()
         broken[1, 3, 1] = kept
     assert readings == [16, 16]
+
+
+def test_sinks_count_as_much_as_the_prefix_if_own_keys_do_not(
+    readings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Own scores are so low that exponentials relative to them overflow."""
+    monkeypatch.setattr(shared, "_MIN_ELEMENTS", 0)
+    step = decoding(16, 64, 5)
+    cache = LayerCache.allocate(int(step.block_table_SM.max()) + 1, 16, 2, 8, torch.float32, torch.device("cpu"))
+    cache.k_CBKD[:4], cache.k_CBKD[4:] = 1.0, -100.0
+    torch.manual_seed(0)
+    cache.v_CBKD.normal_()
+    check(torch.ones(16, 4, 8), cache, step, None, kind="sinks")
+    assert readings == [16]

@@ -153,6 +153,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 FIXED = "fixed product, few tokens", "fixed product, many tokens", "fixed product, one part"
 CASCADE = "cascade", "decode behind a cascade, 1 queries", "decode behind a cascade, 8 queries"
+SOFTMAX = "decode, 1 queries", "decode, 1 queries, join", *CASCADE[:2], "prefill"
 TARGETS = {
     "sm_80": A100,
     "sm_89": CompileTarget((8, 9), 58, shared_bytes_of((8, 9))),
@@ -185,6 +186,9 @@ def chosen(name: str) -> dict[str, Launch]:
         if key in ("norm_rope_write", "convert", "decode, 1 queries", "prefill", *CASCADE[:2])
     }
     all_of |= over_fp8
+    for suffix, with_fp8 in (("", False), (", fp8 cache", True)):
+        capped = launches_of(LLAMA_8B, torch.bfloat16, target, with_fp8_cache=with_fp8, softcap=50.0, with_sinks=True)
+        all_of |= {f"{key}{suffix}, softcap and sinks": capped[key] for key in SOFTMAX}
     for group_size in (32, 64):
         grouped = launches_of(replace(LLAMA_8B, group_size=group_size), torch.bfloat16, target)
         all_of |= {f"{key}, groups of {group_size}": grouped[key] for key in ("int4, 1 tokens", "int4, 64 tokens")}

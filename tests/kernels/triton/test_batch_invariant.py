@@ -18,6 +18,7 @@ from pipeline.kernels.triton.launch import A100, H100
 from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches, part_inputs, tile_for
 from pipeline.weights.packed import DenseWeight
+from tests.kernels.steps import softmax_options
 from tests.kernels.triton import problems
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, PRODUCT, Step, make_step, random_weight
 
@@ -111,25 +112,32 @@ def test_parts_depend_on_the_weight_alone() -> None:
 BATCH = [(1100, 1), (70, 3), (129, 129), (200, 40), (1, 1)]
 
 
-def of_rows(attention: Callable[..., torch.Tensor], step: Step, rows: np.ndarray, window: int | None) -> torch.Tensor:
+def of_rows(
+    attention: Callable[..., torch.Tensor],
+    step: Step,
+    rows: np.ndarray,
+    window: int | None,
+    *options: float | torch.Tensor | None,
+) -> torch.Tensor:
     """Compute some query tokens, each as a separate sequence."""
-    return attention(step.q_TND[torch.from_numpy(rows)], step.cache, step.attn_metadata.rows(rows), 0.3, window)
+    q_RND = step.q_TND[torch.from_numpy(rows)]
+    return attention(q_RND, step.cache, step.attn_metadata.rows(rows), 0.3, window, *options)
 
 
 @DTYPES
-@pytest.mark.parametrize("window", [None, 13])
-def test_a_query_is_independent_of_others_in_its_tile(window: int | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("window", "kind"), [(None, ""), (13, ""), (None, "softcap and sinks")])
+def test_a_query_is_independent_of_others_in_its_tile(window: int | None, kind: str, dtype: torch.dtype) -> None:
     step = make_step(BATCH, (2, 1), 16, 64, dtype)
-    attention = BatchInvariantAttention(DEVICE)
-    together = attention(*step.tensors, step.attn_metadata, 0.3, window)
-    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window)
+    attention, options = BatchInvariantAttention(DEVICE), softmax_options(kind, 2, DEVICE)
+    together = attention(*step.tensors, step.attn_metadata, 0.3, window, *options)
+    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window, *softmax_options(kind, 2))
     assert torch.isfinite(together).all()
     assert float((together.float().cpu() - oracle).abs().max()) < ATTENTION[dtype]
     some = np.r_[0, 1, 3, 4, 67, 68, 131, 132, 140, 171, 172, 173]
     for row in some:
-        assert torch.equal(of_rows(attention, step, np.array([row]), window)[0], together[row])
+        assert torch.equal(of_rows(attention, step, np.array([row]), window, *options)[0], together[row])
     rows = np.random.default_rng(1).permutation(len(step.q_TND))[:50]
-    assert torch.equal(of_rows(attention, step, rows, window), together[torch.from_numpy(rows)])
+    assert torch.equal(of_rows(attention, step, rows, window, *options), together[torch.from_numpy(rows)])
 
 
 def test_the_other_kernels_depend_on_the_batch() -> None:

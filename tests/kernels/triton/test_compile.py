@@ -10,16 +10,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.kernels.triton.launch import H100
-from tests.kernels.triton.compiling import CASCADE, FIXED
+from tests.kernels.triton.compiling import CASCADE, FIXED, SOFTMAX
 from tools.compiled_kernels import MAX_SPILLED, PAGE, limits, past_limits
 
 ROOT = Path(__file__).parents[3]
 TARGETS = "sm_80", "sm_89", "sm_90"
 FP8_CACHE = "norm_rope_write", "convert", "decode, 1 queries", "prefill", "cascade"
 EVERYWHERE = {
-    *CASCADE, *FIXED, *(f"{name}, fp8 cache" for name in FP8_CACHE), "decode, 1 queries", "prefill", "int4, 1 tokens",
-    "int4, 64 tokens", "dequantize", "sample", "greedy, parts", "add_rms_norm", "rms_norm",
-    "rms_norm, float32 weight", "norm_rope_write", "gate_mul", "gate_mul, gelu",
+    *CASCADE, *FIXED, *(f"{name}, fp8 cache" for name in FP8_CACHE),
+    *(f"{name}{cache}, softcap and sinks" for name in SOFTMAX for cache in ("", ", fp8 cache")),
+    "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "dequantize", "sample", "greedy, parts",
+    "add_rms_norm", "rms_norm", "rms_norm, float32 weight", "norm_rope_write", "gate_mul", "gate_mul, gelu",
 }  # fmt: skip
 
 

@@ -35,7 +35,9 @@ class SoftmaxOptions(NamedTuple):
     sinks_N: np.ndarray
 
     @classmethod
-    def from_arguments(cls, scale: float, window: int | None, softcap: float, sinks_N: torch.Tensor | None) -> "SoftmaxOptions":
+    def from_arguments(
+        cls, scale: float, window: int | None, softcap: float, sinks_N: torch.Tensor | None
+    ) -> "SoftmaxOptions":
         return cls(
             UNBOUNDED if window is None else window,
             np.float32(scale),

@@ -15,15 +15,19 @@ from pipeline.kernels.triton.attention.decode_metadata import MIN_TILES, DecodeM
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, plan_key
 from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention
 from pipeline.kernels.triton.launch import H100, CompileTarget
+from tests.kernels.steps import SOFTMAX_KINDS, softmax_options
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, TYPES, Step, make_step, sharing
 
 # numpy's, of rows that stand for no query: 0 / 0 in the interpreter
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def check(step: Step, window: int | None) -> None:
-    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, window)
-    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window)
+def check(step: Step, window: int | None, kind: str = "") -> None:
+    num_heads = step.q_TND.shape[1]
+    ours = PagedAttention(DEVICE)(
+        *step.tensors, step.attn_metadata, 0.3, window, *softmax_options(kind, num_heads, DEVICE)
+    )
+    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window, *softmax_options(kind, num_heads))
     assert ours.dtype == step.q_TND.dtype
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
@@ -49,6 +53,17 @@ def test_attention(name: str, with_fp8: bool) -> None:
     for dtype in {*TYPES, torch.bfloat16} if in_float16 else TYPES:
         check(make_step(LENGTHS[name], (4, 1), 16, 64, dtype, with_fp8=with_fp8), None)
     check(make_step(LENGTHS[name], (4, 1), 16, 64, torch.float32, with_fp8=with_fp8), 13)
+
+
+@pytest.mark.parametrize("with_fp8", [False, True], ids=["", "fp8 cache"])
+@pytest.mark.parametrize("kind", SOFTMAX_KINDS)
+def test_soft_caps_and_sinks(kind: str, with_fp8: bool) -> None:
+    """One sequence is split among programs; the others are whole, drafts, a chunk and a prompt."""
+    lengths = [(700, 1), (66, 1), (140, 40), (30, 3), (64, 64)]
+    step = make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8)
+    check(step, None, kind)
+    check(step, 13, kind)
+    assert step.attn_metadata.plans[plan_key(None)].decode.num_splits.item() > 0
 
 
 @DTYPES
@@ -84,6 +99,7 @@ def test_blocks_that_prompts_read_from_an_fp8_cache_are_converted_once(head_dim:
     step = make_step([(300, 300), (150, 80), (200, 1)], (8, 2), head_dim, 64, torch.float16, with_fp8=True)
     step = sharing(step, [([0, 1], 1)])
     check(step, None)
+    check(step, None, "softcap and sinks")
     table_SM = step.attn_metadata.block_table_SM
     assert converted_blocks_of(step, None) == sorted({*table_SM[0, :5].tolist(), *table_SM[1, :3].tolist()})
 
@@ -117,16 +133,20 @@ def test_an_fp8_cache_of_values_of_any_size(of_keys: float, of_values: float, qu
         assert scale is not None
         scale *= size
     step.q_TND.mul_(1 / of_keys)
-    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
-    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, None)
-    assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[torch.bfloat16] * of_values
+    for kind in ("", "sinks"):
+        options = (softmax_options(kind, 4, device) for device in (DEVICE, torch.device("cpu")))
+        ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None, *next(options))
+        oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, None, *next(options))
+        assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[torch.bfloat16] * of_values
 
 
+@pytest.mark.parametrize("kind", ["", "softcap and sinks"])
 @pytest.mark.parametrize(("broken", "with_fp8"), [(float("nan"), False), (float("nan"), True), (float("inf"), True)])
-def test_a_broken_query_stays_in_its_row(broken: float, with_fp8: bool) -> None:
+def test_a_broken_query_stays_in_its_row(broken: float, with_fp8: bool, kind: str) -> None:
     step = make_step([(66, 1), (100, 12), (200, 1)], (2, 1), 16, 64, torch.float32, with_fp8=with_fp8)
     step.q_TND[3, 1, 5] = broken
-    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
+    options = softmax_options(kind, 2, DEVICE)
+    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None, *options)
     assert torch.isfinite(ours).all(-1).logical_not().nonzero().tolist() == [[3, 1]]
 
 

@@ -16,6 +16,7 @@ from pipeline.kernels.triton.attention.captured_attention import CapturedAttenti
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention, CapturedBatchInvariantAttention
 from pipeline.kernels.triton.launch import Launch
+from tests.kernels.steps import softmax_options
 from tests.kernels.triton.problems import ATTENTION, DEVICE, make_step, recorded_launches, sharing
 
 # numpy's, of padding rows: 0 / 0 in the interpreter
@@ -39,7 +40,7 @@ def kept(launches: list[Launch]) -> list[Any]:
 
 
 @pytest.mark.parametrize("window", [None, 70])
-@pytest.mark.parametrize("kind", ["", "fp8 cache", "deterministic"])
+@pytest.mark.parametrize("kind", ["", "fp8 cache", "deterministic", "softcap and sinks"])
 def test_launches_do_not_change_from_step_to_step(
     kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,7 +52,7 @@ def test_launches_do_not_change_from_step_to_step(
     cache = LayerCache.allocate(BLOCKS, 64, 2, 16, FP8 if is_fp8 else torch.float32, DEVICE)
     none = np.zeros(1, dtype=np.int32)
     empty_step = none, none, none[None], torch.zeros(0, dtype=torch.int64), 64
-    launches, shared = [], []
+    (softcap, sinks_N), launches, shared = softmax_options(kind, 4, DEVICE), [], []
     for lengths, groups in STEPS:
         step = sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=is_fp8), groups)
         count_S, num_tokens = np.diff(step.attn_metadata.query_start_S1), len(step.q_TND)
@@ -66,14 +67,14 @@ def test_launches_do_not_change_from_step_to_step(
         attn_metadata = AttentionInput(*empty_step, captured.mixed_plans(PADDED))
         with recorded_launches() as recorded, monkeypatch.context() as patch:
             patch.setattr(torch, "empty_like", lambda tensor: out_TND)
-            attention(q_TND, cache, attn_metadata, 0.3, window)
+            attention(q_TND, cache, attn_metadata, 0.3, window, softcap, sinks_N)
         launches.append(kept(recorded))
         for launch in recorded:
             launch.run()
         of_tile_I = attn_metadata.plans["triton", window].prefill.item_I2[:, 0]
         tiles_S = -(-count_S // 64)
         assert int((of_tile_I >= 0).sum()) == tiles_S[is_deterministic | (count_S > 3)].sum(), "the others are empty"
-        oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window)
+        oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window, *softmax_options(kind, 4))
         assert float((out_TND[:num_tokens].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
         assert (out_TND[num_tokens:] == 7.0).all(), "padding attends to nothing"
         if not is_deterministic and window is None:

@@ -14,7 +14,7 @@ from pipeline.kernels.triton.attention.cascade_metadata import CascadePlan, Casc
 from pipeline.kernels.triton.attention.dispatch import PagedAttention, plan_key
 from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention
 from pipeline.kernels.triton.launch import H100
-from tests.kernels.steps import Lengths
+from tests.kernels.steps import SOFTMAX_KINDS, Lengths, softmax_options
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, Step, make_step, sharing
 
 # numpy's, of padding rows: 0 / 0 in the interpreter
@@ -29,10 +29,13 @@ def any_saving_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
 
 
-def check(step: Step, groups: int) -> None:
+def check(step: Step, groups: int, kind: str = "") -> None:
     """Compare with the oracle; this many groups were read together."""
-    ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
-    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, None)
+    num_heads = step.q_TND.shape[1]
+    ours = PagedAttention(DEVICE)(
+        *step.tensors, step.attn_metadata, 0.3, None, *softmax_options(kind, num_heads, DEVICE)
+    )
+    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, None, *softmax_options(kind, num_heads))
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
     work = step.attn_metadata.plans[plan_key(None)].decode.cascade
@@ -55,6 +58,15 @@ STEPS: dict[str, tuple[Lengths, Shared]] = {
 def test_shared_prefixes(name: str, with_fp8: bool, dtype: torch.dtype) -> None:
     lengths, shared = STEPS[name]
     check(sharing(make_step(lengths, (4, 1), 16, 64, dtype, with_fp8=with_fp8), shared), len(shared))
+
+
+@pytest.mark.usefixtures("any_saving_pays")
+@pytest.mark.parametrize("with_fp8", [False, True])
+@pytest.mark.parametrize("kind", SOFTMAX_KINDS)
+def test_soft_caps_and_sinks(kind: str, with_fp8: bool) -> None:
+    lengths, shared = STEPS["drafts"]
+    step = make_step([*lengths, (900, 1)], (4, 2), 16, 64, torch.float32, with_fp8=with_fp8)
+    check(sharing(step, shared), len(shared), kind)
 
 
 @pytest.mark.usefixtures("any_saving_pays")
