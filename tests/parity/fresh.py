@@ -45,7 +45,7 @@ from tests.parity.harness import (
 
 @dataclass
 class Totals:
-    """What the rounds of a family compared."""
+    """Sums over the rounds of a family."""
 
     configs: int = 0
     worst: float = 0.0
@@ -174,7 +174,7 @@ def main() -> None:
                 print(f"{family.name}: {check_family(folder, rng, totals[family.name])}", flush=True)
     print("| family | configs | tokens | worst logit difference | near-ties |\n| --- | --- | --- | --- | --- |")
     for name, of in totals.items():
-        print(f"| {name} | {of.configs} | {of.seen.compared} | {of.worst:.1e} | {of.seen.near_ties} |")
+        print(f"| {name} | {total.configs} | {total.seen.compared} | {total.worst:.1e} | {total.seen.near_ties} |")
 
 
 if __name__ == "__main__":
