@@ -173,7 +173,7 @@ def main() -> None:
                 leave_out_defaults(folder, family, rng)
                 print(f"{family.name}: {check_family(folder, rng, totals[family.name])}", flush=True)
     print("| family | configs | tokens | worst logit difference | near-ties |\n| --- | --- | --- | --- | --- |")
-    for name, of in totals.items():
+    for name, total in totals.items():
         print(f"| {name} | {total.configs} | {total.seen.compared} | {total.worst:.1e} | {total.seen.near_ties} |")
 
 
