@@ -33,19 +33,19 @@ NAMES = {
 RMS = small_config(48, 40, 3, 6, 2, head_dim=12, rms_norm_eps=1e-5, tie_word_embeddings=True) | {
     "hidden_act": "gelu_pytorch_tanh", "is_layer_norm": False, "norms": ["both", "after", "before"],
     "windows": [13, None, 9], "thetas": [100.0, 10000.0, None], "rotated": [0.5, 1.0, 1.0], "has_qk_norm": True,
-    "is_gated": True, "is_biased": False, "has_places": False, "score_scale": 0.4, "score_cap": 3.0,
+    "is_gated": True, "is_biased": False, "has_positions": False, "score_scale": 0.4, "score_cap": 3.0,
     "embedding_scale": 3.0, "logit_scale": 1.0, "logit_cap": 4.0,
 }  # fmt: skip
 LAYER_NORM = small_config(32, 56, 3, 4, 4, rms_norm_eps=1e-4, tie_word_embeddings=False) | {
     "hidden_act": "relu2", "is_layer_norm": True, "norms": ["both", "before", "after"],
     "windows": [None, 7, None], "thetas": [None, 500.0, 500.0], "rotated": [1.0, 0.25, 0.25], "has_qk_norm": False,
-    "is_gated": False, "is_biased": True, "has_places": True, "score_scale": 0.3, "score_cap": 0.0,
+    "is_gated": False, "is_biased": True, "has_positions": True, "score_scale": 0.3, "score_cap": 0.0,
     "embedding_scale": 2.0, "logit_scale": 0.3, "logit_cap": 0.0,
 }  # fmt: skip
 VARIANTS: dict[str, tuple[dict[str, Any], TensorNames]] = {
     "rms": (RMS, TensorNames(qkv=("a.q", "a.k", "a.v"), gate_up=("m.gate", "m.up"), **NAMES)),
     "layer norm": (
-        LAYER_NORM, TensorNames(qkv=("a.qkv",), gate_up=("m.up",), position="places", is_transposed=True, **NAMES)),
+        LAYER_NORM, TensorNames(qkv=("a.qkv",), gate_up=("m.up",), position="positions", is_transposed=True, **NAMES)),
 }  # fmt: skip
 
 
@@ -86,8 +86,8 @@ class Reference:
 
     def __call__(self, ids_1T: torch.Tensor) -> SimpleNamespace:
         x = self.t["model.tokens.weight"][ids_1T[0]]
-        if self.v["has_places"]:
-            x = x + self.t["model.places.weight"][: len(x)]
+        if self.v["has_positions"]:
+            x = x + self.t["model.positions.weight"][: len(x)]
         x = x * self.v["embedding_scale"]
         for index in range(self.v["num_hidden_layers"]):
             x = self.part(x, f"model.blocks.{index}.a", index, self.attention)
@@ -170,8 +170,8 @@ def drawn(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     found = {"model.tokens.weight": torch.randn(VOCAB, hidden)}
     if not values["tie_word_embeddings"]:
         found["lm_head.weight"] = torch.randn(VOCAB, hidden)
-    if values["has_places"]:
-        found["model.places.weight"] = torch.randn(values["max_position_embeddings"], hidden)
+    if values["has_positions"]:
+        found["model.positions.weight"] = torch.randn(values["max_position_embeddings"], hidden)
     for index, kind in enumerate(values["norms"]):
         block = f"model.blocks.{index}."
         for name, shape in linears.items():

@@ -45,7 +45,7 @@ from tests.parity.harness import (
 
 @dataclass
 class Totals:
-    """Sums over the rounds of a family."""
+    """Sums over the rounds of a family, and the worst difference of logits."""
 
     configs: int = 0
     worst: float = 0.0
@@ -79,6 +79,8 @@ def vary(family: Family, config: dict[str, Any], rng: np.random.Generator) -> di
         drawn["no_rope_layers"] = rng.integers(0, 2, layers).tolist()
     if family.model_type == "gpt2":
         drawn["activation_function"] = str(rng.choice(["gelu_new", "relu", "silu", "gelu"]))
+        intermediate = config.pop("intermediate_size")  # transformers reads only n_inner
+        drawn["n_inner"] = intermediate if rng.random() < 0.5 else None
     if family.model_type in ("starcoder2", "arcee"):
         drawn["hidden_act"] = str(rng.choice(["gelu_pytorch_tanh", "relu", "relu2", "silu"]))
     if family.model_type not in ("gpt2", "gemma3_text", "phi3", "ministral3", "olmo3"):
