@@ -72,7 +72,7 @@ def test_steps_with_drafts_run_through_all_layers_at_once(folder: Path, monkeypa
     run = CompiledLayerLoop.run
 
     def seen(self: CompiledLayerLoop, x_TH: torch.Tensor, *others: Any) -> None:
-        attn_metadata = others[3]
+        attn_metadata = others[2]
         drafted.append(len(x_TH) - len(attn_metadata.context_len_S))
         run(self, x_TH, *others)
 
