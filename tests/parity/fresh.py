@@ -130,10 +130,10 @@ def check_family(folder: Path, rng: np.random.Generator, totals: Totals) -> str:
     drafts = {"method": "lookup", "num_speculative_tokens": int(rng.integers(1, 7)), "forced": True}
     with float32_engine(folder, **limits) as engine:
         expected = reference_logits(model, prompts[0])
-        worst = float((our_logits(engine, prompts[0]) - expected).abs().max()) / max(
-            1.0, float(expected.abs().max()) / 10
-        )
-        assert worst < LOGIT_TOLERANCE, f"logits differ by {worst:.1e} under {limits}"
+        exact = reference_logits(load_reference(folder).double(), prompts[0])
+        rounding = float((expected - exact).abs().max())  # of transformers; more than usual if attention is sharp
+        worst = float((our_logits(engine, prompts[0]) - expected).abs().max())
+        assert worst < LOGIT_TOLERANCE + 2 * rounding, f"logits differ by {worst:.1e} under {limits}"
         kv_bytes = int(rng.integers(240, 700)) * engine.runner.decoder.config.kv_bytes_per_token(torch.float32)
     continuations = [greedy_reference(model, prompt, num_tokens) for prompt in prompts]
     preemptions = cached = accepted = 0
