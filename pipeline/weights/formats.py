@@ -56,7 +56,7 @@ _REFUSED = {
     "exl3": "EXL3 stores trellis codes",
     "mxfp4": "MXFP4 stores 4-bit floats with a scale per 32 inputs",
 }
-"""What each format is, by quant_method, of those without a reader."""
+"""Formats without a reader by quant_method, and what they are."""
 
 
 def is_int4(quantization: QuantFormat | None) -> bool:
