@@ -54,7 +54,7 @@ class FamilyFields(Fields):
         """Return the rope of each layer type: from `rope_parameters` by type, or from the older keys, of which
         `rope_scaling` applies to full attention. local_theta: default for sliding attention."""
         given, scaling = self.section("rope_parameters"), self.section("rope_scaling").values
-        if any(not isinstance(value, dict) for key, value in given.values.items() if value is not None):
+        if any(not isinstance(value, dict) for value in given.values.values() if value is not None):
             raise self.refuse("rope_parameters", f"objects under {FULL} and {SLIDING}")
         theta, scalings = {FULL: self.values["rope_theta"], SLIDING: local_theta}, {FULL: scaling, SLIDING: {}}
         return {
@@ -76,10 +76,10 @@ class FamilyFields(Fields):
     def window(self) -> int | None:
         return None if self.values.get("sliding_window") is None else self.integer("sliding_window", 1, 1 << 31)
 
-    def activation(self, key: str = "hidden_act") -> Activation:
+    def activation(self) -> Activation:
         """Return the activation of the feed-forward."""
         known: dict[str, Activation] = {name: name for name in get_args(Activation)} | _ACTIVATIONS
-        return known[self.one_of(key, known)]
+        return known[self.one_of("hidden_act", known)]
 
     def optional(self, key: str) -> float:
         """Return a positive number; 0 if it is null or absent."""
