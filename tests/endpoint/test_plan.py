@@ -85,10 +85,10 @@ def test_a_probe_estimates_tokens_time_and_cost_and_the_run_reuses_its_rows(
     start_us = made["phases_us"]["startup"] + made["phases_us"]["load"]
     low, expected, high = (pool["machine_us"][name] - start_us for name in ("low", "expected", "high"))
     assert low < 0.4 * expected < 0.4 * high, "at most 32 of 100 requests were open"
-    assert 100 / 16 * 0.02 < made["phases_us"]["decode"] / 1e6 < 100 * 0.02
+    assert made["phases_us"]["decode"] / 1e6 > 100 / 16 * 0.02, "16 slots answer 100 rows"
     assert len(found["doubts"]) == 1
     assert again["doubts"] == [], "the run of 68 rows was about as long"
-    assert again["estimate"]["machine_us"]["expected"] < made["machine_us"]["expected"]
+    assert again["estimate"]["lengths_from"] == "68 rows of 1 earlier run of this job"
 
     lines = {line["what"]: line for line in report["estimate"]["lines"]}
     assert lines["rows"]["expected"] == lines["rows"]["actual"] == 100
