@@ -2,7 +2,8 @@
 
 Shape suffixes: T tokens of a step, S sequences of a step, R rows of a step (some of its tokens), H hidden size,
 F width between up and down, N query heads, K KV heads, M heads of all kinds (N + 2 K) in a projection, D head size,
-B block size, C number of blocks, M maximum number of blocks of a sequence in a block table.
+E experts of a layer, A experts of a token, B block size, C number of blocks, M maximum number of blocks of a sequence
+in a block table.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -14,7 +15,8 @@ import torch
 
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.memory import on_device
-from pipeline.weights.packed import LinearWeight
+from pipeline.kernels.routing import Routing
+from pipeline.weights.packed import ExpertWeights, LinearWeight
 
 Linear = Callable[[Any], torch.Tensor]
 """x_TK -> y_TN, in x's type. Owns its packed weight. If it implements `InputKernels`, it also accepts their results."""
@@ -119,6 +121,26 @@ class Attention(Protocol):
         sinks_N: float32, contiguous: one logit per query head, neither scaled nor capped. It joins the softmax as the
         score of one more key, whose value is zero: weights are exp(score) / (exp(sink) + sum of exp(score)).
         """
+        ...
+
+
+class Route(Protocol):
+    """Choice of experts by a router's logits."""
+
+    def __call__(
+        self, logits_TE: torch.Tensor, routing: Routing, choice_bias_E: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return expert_TA (int64), different experts for each token in any order, and their weights (float32).
+        choice_bias_E: float32."""
+        ...
+
+
+class Experts(Protocol):
+    """Feed-forwards of a layer's experts, with their packed weights."""
+
+    def __call__(self, x_TH: torch.Tensor, expert_TA: torch.Tensor, weight_TA: torch.Tensor) -> torch.Tensor:
+        """Return y_TH = sum over a token's experts of weight * down(gate_mul(gate_up(x))), in x's type. The sum is in
+        float32 and rounded once."""
         ...
 
 
@@ -257,7 +279,11 @@ class Kernels:
     attention(q_TND, LayerCache, AttentionInput, scale, window, softcap, sinks_N) -> o_TND: see `Attention`.
     rms_norm(x_TH, weight_H, eps) -> the norm, written into x, whose rows may lie apart.
     gate_mul(gate_up_T2F, activation) -> activation(first half) * second half; "silu", or "gelu_tanh", the approximation
-      by tanh of GELU (arXiv 1606.08415).
+      by tanh of GELU (arXiv 1606.08415). "clamped_swiglu" is gate * sigmoid(1.702 * gate) * (up + 1), with gate = first
+      half, at most 7, and up = second half, between -7 and 7 (gpt-oss).
+    route(logits_TE, routing, choice_bias_E): see `Route`.
+    prepare_experts(weights, activation) -> Experts; None, or a result of None: no kernel for all experts at once
+      supports these weights, and `experts.LoopedExperts` computes them.
     greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, the first one in a tie, and 1 if the
       row is finite. A row with a NaN or +inf, or without a value above -inf, gets 0 and an arbitrary token id of the
       vocabulary. Logits are float32, float16 or bfloat16.
@@ -294,9 +320,11 @@ class Kernels:
     attention: Attention
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     gate_mul: Callable[[torch.Tensor, str], torch.Tensor]
+    route: Route
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     backends: dict[str, str]
+    prepare_experts: Callable[[ExpertWeights, str], Experts | None] | None = None
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     fused_layer_loop: Callable[[Sequence[LayerParts], int, float], FusedLayerLoop | None] | None = None
     rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from pipeline.kernels.activations.act_quant import act_quant_oracles
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
 from pipeline.kernels.contract import AttentionInput, Kernels, Linear
+from pipeline.kernels.experts import route
+from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA
 from pipeline.weights.packed import LinearWeight
 
 
@@ -128,6 +130,9 @@ def attention(
 
 def gate_mul(gate_up_T2F: torch.Tensor, activation: str) -> torch.Tensor:
     gate_TF, up_TF = gate_up_T2F.chunk(2, dim=-1)
+    if activation == "clamped_swiglu":
+        gate_TF, up_TF = gate_TF.clamp(max=CLAMP), up_TF.clamp(-CLAMP, CLAMP)
+        return gate_TF * (CLAMPED_ALPHA * gate_TF).sigmoid() * (up_TF + 1)
     return (F.silu(gate_TF) if activation == "silu" else F.gelu(gate_TF, approximate="tanh")) * up_TF
 
 
@@ -161,6 +166,10 @@ def sample(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> torch.T
     return torch.stack([token_R, finite_R.long()])
 
 
+_KERNELS = ("linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "route", "greedy",
+            "sample")  # fmt: skip
+
+
 def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
     return Kernels(
         prepare_linear=lambda weight: prepare_linear(weight, dtype, device),
@@ -169,10 +178,21 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         attention=attention,
         rms_norm=lambda x_TH, weight_H, eps: x_TH.copy_(rms_norm(x_TH, weight_H, eps)),
         gate_mul=gate_mul,
+        route=route,
         greedy=greedy,
         sample=sample,
         backends=dict.fromkeys(
-            ("linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "greedy", "sample"),
+            (
+                "linear",
+                "add_rms_norm",
+                "norm_rope_write",
+                "attention",
+                "rms_norm",
+                "gate_mul",
+                "route",
+                "greedy",
+                "sample",
+            ),
             "torch (reference)",
         ),
         rounded=act_quant_oracles(

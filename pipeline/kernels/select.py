@@ -152,6 +152,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "attention": "numba",
             "rms_norm": "numba, one pass",
             "gate_mul": "numba, one pass",
+            "route": "torch (reference)",
             "greedy": "numpy",
             "sample": "numpy and torch",
         },

@@ -128,6 +128,14 @@ class Fp8Weight:
 LinearWeight = DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight
 
 
+@dataclass(frozen=True)
+class ExpertWeights:
+    """Weights of a layer's experts, all of one shape: gate and up of each, fused as in a dense layer, and down."""
+
+    gate_up: tuple[LinearWeight, ...]
+    down: tuple[LinearWeight, ...]
+
+
 def concatenate(parts: list[LinearWeight]) -> LinearWeight:
     """Fuse linears that read the same input (q, k, v; gate and up) into one, by concatenating their outputs.
 

@@ -24,9 +24,12 @@ from pipeline.kernels.cpu.compile.numerics import (
     wide,
 )
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, PARALLEL_ELEMENTS, kernel, parallel_for, use_threads
+from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA
 
 _INVERSE_FP8_MAX, _SMALLEST_SCALE = np.float32(1.0 / FP8_MAX), np.float32(SMALLEST_SCALE)
 _GELU_1, _GELU_3 = np.float32(2 * (2 / np.pi) ** 0.5), np.float32(2 * (2 / np.pi) ** 0.5 * 0.044715)
+_ALPHA, _CLAMP = np.float32(CLAMPED_ALPHA), np.float32(CLAMP)
+GATES = "silu", "gelu_tanh", "clamped_swiglu"
 _INFINITY_BITS = np.uint32(0xFF << 23)
 
 
@@ -124,19 +127,25 @@ def write_fp8_kernel(x_TKD, slot_T, code_CBKD, scale_CKB, begin, end):
 
 
 @kernel()
-def gate_mul_kernel(gate_up_T2F, is_gelu, out_TF, begin, end):
-    """Write silu(gate) * up, or gelu(gate) * up by its approximation x / (1 + exp(-2 c (x + 0.044715 x^3))), with c =
-    sqrt(2 / pi)."""
+def gate_mul_kernel(gate_up_T2F, kind, out_TF, begin, end):
+    """Write activation(gate) * up. kind: index in `GATES`. "gelu_tanh" is x / (1 + exp(-2 c (x + 0.044715 x^3))), with
+    c = sqrt(2 / pi)."""
     num_tokens, width = out_TF.shape
     if end < 0:
         return parallel_for(num_tokens)
     for t in range(begin, end):
         gate, up, out = gate_up_T2F[t, :width], gate_up_T2F[t, width:], out_TF[t]
-        if is_gelu:
+        if kind == 1:
             for i in range(width):
                 g = wide(gate[i])
                 power = g * (_GELU_1 + _GELU_3 * g * g)
                 out[i] = as_in(out, g / (np.float32(1.0) + exp(-power)) * wide(up[i]))
+        elif kind == 2:
+            for i in range(width):
+                g, u = wide(gate[i]), wide(up[i])
+                g = _CLAMP if g > _CLAMP else g  # `min` would drop a NaN
+                u = _CLAMP if u > _CLAMP else -_CLAMP if u < -_CLAMP else u
+                out[i] = as_in(out, g / (np.float32(1.0) + exp(-_ALPHA * g)) * (u + np.float32(1.0)))
         else:
             for i in range(width):
                 g = wide(gate[i])
@@ -202,5 +211,5 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Te
 def gate_mul(gate_up_T2F: torch.Tensor, activation: str) -> torch.Tensor:
     out_TF = gate_up_T2F.new_empty(gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2)
     use_threads(out_TF.numel() >= PARALLEL_ELEMENTS)
-    gate_mul_kernel(bits(gate_up_T2F), activation == "gelu_tanh", bits(out_TF), *ALL_ITEMS)
+    gate_mul_kernel(bits(gate_up_T2F), GATES.index(activation), bits(out_TF), *ALL_ITEMS)
     return out_TF

@@ -19,6 +19,7 @@ from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
 from pipeline.kernels.cpu.elementwise import (
+    GATES,
     add_rms_norm_kernel,
     gate_mul_kernel,
     norm_rope_write_kernel,
@@ -47,7 +48,7 @@ class _Layer:
     o: TiledLinear
     gate_up: TiledLinear
     down: TiledLinear
-    is_gelu: bool
+    gate: int
     options: SoftmaxOptions
 
     @classmethod
@@ -74,7 +75,7 @@ class _Layer:
             o=o,
             gate_up=gate_up,
             down=down,
-            is_gelu=parts.activation == "gelu_tanh",
+            gate=GATES.index(parts.activation),
             options=SoftmaxOptions.from_arguments(parts.scale, parts.window, parts.softcap, parts.sinks_N),
         )
 
@@ -152,7 +153,7 @@ class CompiledLayerLoop:
                 rms_norm_kernel(x, layer.attn_post_norm_H, eps, *ALL_ITEMS)
             add_rms_norm_kernel(x, residual, layer.mlp_norm_H, eps, *ALL_ITEMS)
             layer.gate_up.write(x, buffers.gate_up_T2F)
-            gate_mul_kernel(buffers.gate_up_T2F, layer.is_gelu, buffers.product_TF, *ALL_ITEMS)
+            gate_mul_kernel(buffers.gate_up_T2F, layer.gate, buffers.product_TF, *ALL_ITEMS)
             layer.down.write(buffers.product_TF, x)
             if layer.mlp_post_norm_H is not None:
                 rms_norm_kernel(x, layer.mlp_post_norm_H, eps, *ALL_ITEMS)

@@ -6,6 +6,7 @@ import torch
 from triton import knobs
 
 from pipeline.kernels.contract import Kernels
+from pipeline.kernels.experts import route
 from pipeline.kernels.triton import batch_invariant
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
@@ -33,6 +34,7 @@ def triton_kernels(
         attention=PagedAttention(device),
         rms_norm=rms_norm,
         gate_mul=gate_mul,
+        route=route,
         greedy=greedy,
         sample=sample,
         backends={
@@ -42,6 +44,7 @@ def triton_kernels(
             "attention": "Triton: paged, split over the GPU for few tokens per sequence, tiles of 128 rows for many",
             "rms_norm": "Triton, one launch",
             "gate_mul": "Triton, one launch",
+            "route": "torch (reference)",
             "greedy": "Triton, two launches",
             "sample": "Triton, two launches",
         },
