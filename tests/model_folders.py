@@ -34,6 +34,9 @@ MINISTRAL_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_sca
                               "original_max_position_embeddings": 32}  # fmt: skip
 GEMMA = {"tie_word_embeddings": True, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 19}
 BY_TYPE = {"full_attention": LINEAR_ROPE | {"factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
+QWEN_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GLM_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
+           "routed_scaling_factor": 1.5, "n_shared_experts": 2}  # fmt: skip
 
 FAMILIES = [
     Family("llama2", "llama", {"num_key_value_heads": 4}),
@@ -72,6 +75,23 @@ FAMILIES = [
     Family("starcoder2", "starcoder2", {"sliding_window": 23}),
     Family("seed-oss", "seed_oss", {"attention_out_bias": True, "head_dim": 16}),
     Family("arcee", "arcee", {"mlp_bias": True}),
+    Family("mixtral", "mixtral", {"num_local_experts": 5}),
+    Family("mixtral-window", "mixtral", {"sliding_window": 21, "num_experts_per_tok": 1}),
+    Family(
+        "qwen2-moe",
+        "qwen2_moe",
+        QWEN_MOE | {"shared_expert_intermediate_size": 64, "use_sliding_window": True, "sliding_window": 17},
+    ),
+    Family("qwen3-moe", "qwen3_moe", QWEN_MOE | {"head_dim": 32, "norm_topk_prob": True}),
+    Family("qwen3-moe-mixed", "qwen3_moe", QWEN_MOE | {"head_dim": 16, "mlp_only_layers": [1]}),
+    Family("olmoe", "olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    Family("glm4-moe", "glm4_moe", GLM_MOE),
+    Family("glm4-moe-groups", "glm4_moe", GLM_MOE | {"n_group": 4, "topk_group": 2, "use_qk_norm": True}),
+    Family(
+        "gpt-oss",
+        "gpt_oss",
+        {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": 23, "rope_parameters": YARN_ROPE},
+    ),
     Family("internlm3", "internlm3", {"qkv_bias": True, "bias": True, "head_dim": 16}),
 ]
 
@@ -119,8 +139,11 @@ def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed:
         for name, parameter in model.named_parameters():
             if "norm" in name or ".ln_" in name:
                 parameter.uniform_(0.5, 1.5)
-            elif name.endswith("bias"):
+            elif name.endswith("bias") or name.endswith("sinks"):
                 parameter.normal_(0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2)
     model.save_pretrained(folder, max_shard_size="20KB")
     write_tokenizer(folder)
     return folder
@@ -147,7 +170,7 @@ def load_reference(folder: Path) -> Any:
     rope = getattr(config, "rope_parameters", None) or {}
     if "long_factor" in rope:
         rope["short_factor"] = rope["long_factor"]
-    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(folder, config=config, **options).eval()
 
 

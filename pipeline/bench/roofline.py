@@ -195,9 +195,7 @@ def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, 
     """
     if name in NAMES:
         shape = SHAPES[name.removesuffix("-awq")]
-        size = DecoderSize(
-            shape.hidden, shape.intermediate, shape.layers, shape.heads, shape.kv_heads, shape.head_dim, shape.vocab
-        )
+        size = shape.size
         weights = replace(AWQ, group_size=GROUP, fp8=activation_dtype == "fp8") if name.endswith("-awq") else DENSE
         description = f"shape {name}"
     else:

@@ -28,6 +28,7 @@ from pipeline.errors import ConfigError, OutputError
 from pipeline.machine.caches import cache_root
 from pipeline.model.config import read_config
 from pipeline.model.load import Checkpoint
+from pipeline.roofline.cost_model import DecoderSize, ExpertSize
 from pipeline.weights.awq import SUFFIXES, AwqFormat
 from pipeline.weights.tensor_reader import StoredLinear
 
@@ -53,12 +54,14 @@ class Shape:
     norm_eps: float
     max_position: int
     vocab: int = 32_000
+    experts: int = 0
+    top_k: int = 0
 
     def config(self, awq: bool) -> dict[str, Any]:
         """Return config.json as transformers 5 writes it."""
-        name = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}[self.model_type]
+        name = {"llama": "Llama", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}[self.model_type]
         config: dict[str, Any] = {
-            "architectures": [name],
+            "architectures": [f"{name}ForCausalLM"],
             "attention_bias": False,
             "bos_token_id": 1,
             "dtype": "bfloat16",
@@ -78,6 +81,9 @@ class Shape:
             "tie_word_embeddings": self.tied,
             "vocab_size": self.vocab,
         }
+        if self.experts:
+            config |= {"num_experts": self.experts, "num_experts_per_tok": self.top_k, "norm_topk_prob": True,
+                       "moe_intermediate_size": self.intermediate}  # fmt: skip
         if awq:
             config["quantization_config"] = {
                 "bits": 4,
@@ -90,23 +96,36 @@ class Shape:
         return config
 
     def linears(self) -> list[tuple[str, int, int]]:
-        """Return the name in the layer, inputs and outputs of each linear of a layer."""
+        """Return the name in the layer, inputs and outputs of each linear of a layer, except the router."""
         q, kv, h, f = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden, self.intermediate
         return [
             ("self_attn.q_proj", h, q),
             ("self_attn.k_proj", h, kv),
             ("self_attn.v_proj", h, kv),
             ("self_attn.o_proj", q, h),
-            ("mlp.gate_proj", h, f),
-            ("mlp.up_proj", h, f),
-            ("mlp.down_proj", f, h),
+            *(
+                (f"{prefix}.{name}", inputs, outputs)
+                for prefix in ([f"mlp.experts.{expert}" for expert in range(self.experts)] or ["mlp"])
+                for name, inputs, outputs in (("gate_proj", h, f), ("up_proj", h, f), ("down_proj", f, h))
+            ),
         ]
+
+    @property
+    def size(self) -> DecoderSize:
+        """Sizes for the cost model (`pipeline.roofline`)."""
+        experts = ExpertSize(self.layers, self.experts, self.top_k, self.intermediate) if self.experts else None
+        sizes = self.hidden, self.intermediate, self.layers, self.heads, self.kv_heads, self.head_dim, self.vocab
+        return DecoderSize(*sizes, experts=experts)
 
 
 SHAPES = {
     "tiny": Shape("llama", 256, 512, 2, 4, 2, 64, False, 10_000.0, 1e-5, 2_048, vocab=2_048),
     "qwen3-0.6b": Shape("qwen3", 1024, 3072, 28, 16, 8, 128, True, 1_000_000.0, 1e-6, 40_960),
     "llama-8b": Shape("llama", 4096, 14_336, 32, 32, 8, 128, False, 500_000.0, 1e-5, 131_072),
+    "qwen3-8x0.1b": Shape("qwen3_moe", 1024, 2048, 16, 16, 8, 64, True, 1_000_000.0, 1e-6, 40_960, experts=8, top_k=2),
+    "qwen3-30b-a3b": Shape(
+        "qwen3_moe", 2048, 768, 48, 32, 4, 128, False, 1_000_000.0, 1e-6, 40_960, vocab=151_936, experts=128, top_k=8
+    ),
     "llama3-8b": Shape("llama", 4096, 14_336, 32, 32, 8, 128, False, 500_000.0, 1e-5, 131_072, vocab=128_256),
 }
 NAMES = (*SHAPES, *(f"{name}-awq" for name in SHAPES))
@@ -226,7 +245,9 @@ def _tensors(shape: Shape, awq: bool) -> Iterator[tuple[str, torch.Tensor]]:
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", norm(shape.hidden)
         yield f"{prefix}.post_attention_layernorm.weight", norm(shape.hidden)
-        if shape.model_type == "qwen3":
+        if shape.experts:
+            yield f"{prefix}.mlp.gate.weight", normal(shape.experts, shape.hidden)
+        if shape.model_type.startswith("qwen3"):
             yield f"{prefix}.self_attn.q_norm.weight", norm(shape.head_dim)
             yield f"{prefix}.self_attn.k_norm.weight", norm(shape.head_dim)
         for name, inputs, outputs in shape.linears():

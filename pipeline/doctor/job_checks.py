@@ -149,8 +149,7 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
     config = _as_loaded(folder, setup)
     stored = str(config.dtype).removeprefix("torch.")
     kind = stored if config.quantization is None else f"{config.quantization}, other weights {stored}"
-    size = f"{config.num_parameters() / 1e6:,.1f} million parameters"
-    yield Check("model", "architecture", "ok", f"{size}, {config.num_layers} layers, {kind}")
+    yield Check("model", "architecture", "ok", f"{config.parameters_text()}, {config.num_layers} layers, {kind}")
     device = setup.torch_device
     dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
     need = weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)

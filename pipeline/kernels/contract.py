@@ -224,8 +224,8 @@ class LayerParts(Protocol):
     qk_norm_D: tuple[torch.Tensor, torch.Tensor] | None
     qkv: Linear
     o: Linear
-    gate_up: Linear
-    down: Linear
+    gate_up: Linear | None
+    down: Linear | None
     activation: str
     scale: float
     window: int | None

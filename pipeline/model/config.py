@@ -13,9 +13,13 @@ from pipeline.kernels.cache import head_bytes
 from pipeline.model.families import FAMILIES, ON_A_SERVER, UNSUPPORTED, Family, FamilyFields, model_values
 from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
 from pipeline.model.rope import Rope
-from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, Weights
+from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
 from pipeline.weights.config_fields import Fields
 from pipeline.weights.formats import QuantFormat, is_int4, read_format
+
+StoredParts = list[tuple[str, int, int]]
+"""Linears of a checkpoint: name, outputs, inputs."""
+_Fused = tuple[tuple[str, ...], tuple[int, ...], int]  # names, outputs of each, inputs
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -27,6 +31,7 @@ class ModelConfig:
     norm_kind: RMSNorm or LayerNorm. norm_offset: added to the stored weights of norms. embedding_scale: factor of the
     input embeddings. logit_scale: factor of the logits. logit_softcap: bound of the logits by softcap * tanh(logit /
     softcap); 0: none. num_classes: of a sequence classification head, which replaces the one over the vocabulary.
+    num_unused_layers: layers that the checkpoint has after these, to draft tokens (MTP).
     """
 
     vocab_size: int
@@ -48,6 +53,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    num_unused_layers: int = 0
 
     @property
     def num_layers(self) -> int:
@@ -62,17 +68,36 @@ class ModelConfig:
         """Return the config with the rotary positions for sequences of up to `max_model_len` tokens."""
         return replace(self, layers=tuple(replace(x, rope=x.rope.for_length(max_model_len)) for x in self.layers))
 
-    def linears(self, layer: int) -> dict[str, list[tuple[str, int, int]]]:
-        """Return the linears that the checkpoint stores for a layer by the one they are part of here: name, outputs,
-        inputs."""
-        names, prefix = self.names, self.names.layer.format(layer)
+    def linears(self, layer: int) -> dict[str, StoredParts]:
+        """Return the linears that the checkpoint stores for a layer, except those of its router and its experts, by the
+        one they are part of here. A feed-forward of a layer with experts is the shared expert."""
+        names, spec, experts = self.names, self.layers[layer], self.layers[layer].experts
         q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        parts = {
-            "qkv": (names.qkv, (q, kv, kv), self.hidden_size),
-            "o": ((names.o,), (self.hidden_size,), q),
-            "gate_up": (names.gate_up, (self.intermediate_size,) * (1 + self.layers[layer].is_gated), self.hidden_size),
-            "down": ((names.down,), (self.hidden_size,), self.intermediate_size),
+        parts = {"qkv": (names.qkv, (q, kv, kv), self.hidden_size), "o": ((names.o,), (self.hidden_size,), q)}
+        if experts is None:
+            parts |= self._feed_forward(names.gate_up, names.down, spec, self.intermediate_size)
+        elif experts.shared_width:
+            parts |= self._expert(names.shared, spec, experts.shared_width)
+        return self._stored(layer, parts)
+
+    def expert_linears(self, layer: int, expert: int) -> dict[str, StoredParts]:
+        """Return the linears of one expert like `linears`."""
+        spec = self.layers[layer]
+        assert spec.experts is not None
+        return self._stored(layer, self._expert(self.names.expert.format(expert), spec, spec.experts.width))
+
+    def _expert(self, prefix: str, spec: LayerSpec, width: int) -> dict[str, _Fused]:
+        gate_up = tuple(f"{prefix}{name}" for name in self.names.expert_gate_up)
+        return self._feed_forward(gate_up, f"{prefix}{self.names.expert_down}", spec, width)
+
+    def _feed_forward(self, gate_up: tuple[str, ...], down: str, spec: LayerSpec, width: int) -> dict[str, _Fused]:
+        return {
+            "gate_up": (gate_up, (width,) * (1 + spec.is_gated), self.hidden_size),
+            "down": ((down,), (self.hidden_size,), width),
         }
+
+    def _stored(self, layer: int, parts: dict[str, _Fused]) -> dict[str, StoredParts]:
+        prefix = self.names.layer.format(layer)
         return {
             linear: [
                 (f"{prefix}{name}", rows, inputs)
@@ -99,7 +124,15 @@ class ModelConfig:
             self.vocab_size,
             is_gated=self.layers[0].is_gated,
             windows=windows if any(windows) else (),
+            experts=self._expert_size(),
         )
+
+    def _expert_size(self) -> ExpertSize | None:
+        found = [layer.experts for layer in self.layers if layer.experts is not None]
+        if not found:
+            return None
+        first = found[0]
+        return ExpertSize(len(found), first.num_experts, first.routing.top_k, first.width, first.shared_width)
 
     def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
         """Return the form of the linears for the cost model: 4-bit integers stay packed, all others are computed in 16
@@ -116,6 +149,15 @@ class ModelConfig:
         """Return the number of parameters of linears and embeddings, without norms and biases."""
         positions = self.max_position * self.hidden_size if self.names.position else 0
         return self.num_linear_parameters() + positions + self.size.head_parameters * (1 if self.tie_embeddings else 2)
+
+    def parameters_text(self) -> str:
+        """Describe the number of parameters, also of those that compute a token if there are experts."""
+        total, size = self.num_parameters(), self.size
+        text = f"{total / 1e6:,.1f} million parameters"
+        if size.experts is None:
+            return text
+        active = total - size.expert_parameters + size.active_expert_parameters
+        return f"{text}, of which a token uses {active / 1e6:,.1f} million"
 
     def num_linear_parameters(self) -> int:
         """Return the number of parameters of the layers' linears."""

@@ -20,6 +20,7 @@ from pipeline.kernels.memory import advise_huge_pages, on_device
 from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import Activation
 from pipeline.model.load import LayerWeights, WeightReader
+from pipeline.model.routed import RoutedExperts
 from pipeline.weights.packed import DenseWeight
 
 
@@ -89,7 +90,7 @@ class DecoderLayer:
         self.config, self.kernels, self.index = config, kernels, index
         spec = self.spec = config.layers[index]
         self.scale, self.window, self.softcap, self.activation = spec.scale, spec.window, spec.softcap, spec.activation
-        self.sinks_N: torch.Tensor | None = None
+        self.sinks_N = None if weights.sinks_N is None else weights.sinks_N.to(device, torch.float32)
         self.rope_index = config.ropes.index(spec.rope)
 
         def on_device(norm: Norm | None) -> Norm | None:
@@ -104,11 +105,15 @@ class DecoderLayer:
         self._full_qk_norm = qk_norm if spec.qk_norm == "full" else None
         self.qkv: Linear = kernels.prepare_linear(weights.qkv)
         self.o: Linear = kernels.prepare_linear(weights.o)
-        self.gate_up: Linear = kernels.prepare_linear(weights.gate_up)
-        self.down: Linear = kernels.prepare_linear(weights.down)
-        # A linear that rounds its inputs provides kernels that write them rounded.
+        self.gate_up: Linear | None = None if weights.gate_up is None else kernels.prepare_linear(weights.gate_up)
+        self.down: Linear | None = None if weights.down is None else kernels.prepare_linear(weights.down)
+        self.routed: RoutedExperts | None = None
+        if weights.routed is not None and spec.experts is not None:
+            self.routed = RoutedExperts(weights.routed, spec.experts.routing, spec.activation, kernels)
+        # A linear that rounds its inputs provides kernels that write them rounded. A router reads them as they are.
+        read_by = self.qkv, self.gate_up if self.routed is None else None, self.down
         self.before_qkv, self.before_gate_up, self.before_down = (
-            linear if isinstance(linear, InputKernels) else kernels for linear in (self.qkv, self.gate_up, self.down)
+            linear if isinstance(linear, InputKernels) else kernels for linear in read_by
         )
 
     def write(self, x_TH: Any, rotation: Rotation, slot_mapping_T: torch.Tensor, kv: KVCache) -> torch.Tensor:
@@ -130,9 +135,17 @@ class DecoderLayer:
         return self.o(self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1))
 
     def feed_forward(self, x_TH: Any) -> torch.Tensor:
-        if self.spec.is_gated:
-            return self.down(self.before_down.gate_mul(self.gate_up(x_TH), self.activation))
-        return self.down(_ACTIVATIONS[self.spec.activation](self.gate_up(x_TH)))
+        y_TH: torch.Tensor | None = None
+        if self.gate_up is not None and self.down is not None:
+            up_TF = self.gate_up(x_TH)
+            if self.spec.is_gated:
+                y_TH = self.down(self.before_down.gate_mul(up_TF, self.activation))
+            else:
+                y_TH = self.down(_ACTIVATIONS[self.spec.activation](up_TF))
+        if self.routed is not None:
+            return self.routed(x_TH, y_TH)
+        assert y_TH is not None, "a layer has a feed-forward, or experts"
+        return y_TH
 
     def forward(
         self,
@@ -262,6 +275,6 @@ def _is_fusable(config: ModelConfig) -> bool:
     """Return whether `FusedLayerLoop` computes such layers: with RMSNorm before attention and feed-forward, norms of
     heads, and a gate."""
     return config.norm_kind == "rms" and not any(
-        layer.rope.query_beta or layer.qk_norm == "full" or not layer.pre_norm or not layer.is_gated
+        layer.rope.query_beta or layer.qk_norm == "full" or not layer.pre_norm or not layer.is_gated or layer.experts
         for layer in config.layers
     )

@@ -3,14 +3,16 @@
 Family names occur only here. Everything else branches on the fields of `LayerSpec` and `ModelConfig`. Imports no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, get_args
 
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.quantizer_files import CONFIG
-from pipeline.model.layer_spec import Activation, LayerSpec, TensorNames
+from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA, Routing
+from pipeline.model.layer_spec import Activation, ExpertSpec, LayerSpec, TensorNames
 from pipeline.model.rope import NO_ROPE, Rope
 from pipeline.weights.config_fields import Fields
 
@@ -76,6 +78,17 @@ class FamilyFields(Fields):
     def window(self) -> int | None:
         return None if self.values.get("sliding_window") is None else self.integer("sliding_window", 1, 1 << 31)
 
+    def experts(self, spec: LayerSpec, dense: Collection[int] = (), **fields: Any) -> tuple[LayerSpec, ...]:
+        """Return the layers of a model with experts, all like `spec`. dense: layers without experts. fields: of
+        `ExpertSpec` and `Routing`."""
+        routing: dict[str, Any] = {"top_k": self.integer("num_experts_per_tok", 1, 1 << 10)}
+        routing |= {field.name: fields.pop(field.name) for field in dataclass_fields(Routing) if field.name in fields}
+        width = fields.pop("width", None) or self.integer("intermediate_size", 1, 1 << 20)
+        experts = ExpertSpec(self.integer("num_experts", 1, 1 << 14), width, Routing(**routing), **fields)
+        if experts.routing.top_k > experts.num_experts:
+            raise self.refuse("num_experts_per_tok", f"at most the number of experts, {experts.num_experts}")
+        return tuple(spec if layer in dense else replace(spec, experts=experts) for layer in range(self.layers))
+
     def activation(self) -> Activation:
         """Return the activation of the feed-forward."""
         known: dict[str, Activation] = {name: name for name in get_args(Activation)} | _ACTIVATIONS
@@ -121,8 +134,7 @@ def _qwen3(f: FamilyFields) -> dict[str, Any]:
 def _qwen_layers(f: FamilyFields, spec: LayerSpec) -> tuple[LayerSpec, ...]:
     first = f.integer("max_window_layers", 0, 1 << 20)
     types = f.layer_types(lambda layer: layer < first)
-    window = f.window() if f.flag("use_sliding_window") else None
-    return tuple(replace(spec, window=window if kind == SLIDING else None) for kind in types)
+    return _windowed((spec,) * f.layers, types, f.window() if f.flag("use_sliding_window") else None)
 
 
 def _gemma(f: FamilyFields) -> dict[str, Any]:
@@ -245,6 +257,74 @@ def _arcee(f: FamilyFields) -> dict[str, Any]:
     return f.alike(replace(spec, is_gated=False))
 
 
+def _mixtral(f: FamilyFields) -> dict[str, Any]:
+    return {"layers": f.experts(f.spec(rope=f.rope(), window=f.window()))}
+
+
+def _olmoe(f: FamilyFields) -> dict[str, Any]:
+    if f.values.get("clip_qkv") is not None:
+        raise f.refuse("clip_qkv", "null, because clipped queries, keys and values are not supported")
+    bias = f.flag("attention_bias")
+    spec = f.spec(rope=f.rope(), qk_norm="full", qkv_bias=bias, o_bias=bias)
+    return {"layers": f.experts(spec, renormalize=f.flag("norm_topk_prob"))}
+
+
+def _qwen2_moe(f: FamilyFields) -> dict[str, Any]:
+    shared = f.integer("shared_expert_intermediate_size", 0, 1 << 20)
+    spec, first = f.spec(rope=f.rope(), qkv_bias=f.flag("qkv_bias")), f.integer("max_window_layers", 0, 1 << 20)
+    types = f.layer_types(lambda layer: layer % 2 == 1 or layer >= first)
+    return _qwen_experts(f, spec, types, shared_width=shared, shared_gate=bool(shared))
+
+
+def _qwen3_moe(f: FamilyFields) -> dict[str, Any]:
+    bias = f.flag("attention_bias")
+    spec = f.spec(rope=f.rope(), qk_norm="head", qkv_bias=bias, o_bias=bias)
+    return _qwen_experts(f, spec, [SLIDING] * f.layers)
+
+
+def _qwen_experts(f: FamilyFields, spec: LayerSpec, types: list[str], **fields: Any) -> dict[str, Any]:
+    dense, step = f.values.get("mlp_only_layers") or [], f.integer("decoder_sparse_step", 1, 1 << 12)
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise f.refuse("mlp_only_layers", "a list of layers")
+    dense = {*dense, *(layer for layer in range(f.layers) if (layer + 1) % step)}
+    width, norm = f.integer("moe_intermediate_size", 1, 1 << 20), f.flag("norm_topk_prob")
+    layers = f.experts(spec, dense, width=width, renormalize=norm, **fields)
+    return {"layers": _windowed(layers, types, f.window() if f.flag("use_sliding_window") else None)}
+
+
+def _windowed(layers: Sequence[LayerSpec], types: list[str], window: int | None) -> tuple[LayerSpec, ...]:
+    """Return the layers with a window in those of the type SLIDING."""
+    pairs = zip(layers, types, strict=True)
+    return tuple(replace(each, window=window if kind == SLIDING else None) for each, kind in pairs)
+
+
+def _glm4_moe(f: FamilyFields) -> dict[str, Any]:
+    bias, norm = f.flag("attention_bias"), "head" if f.flag("use_qk_norm") else "none"
+    spec = f.spec(rope=f.rope(), qk_norm=norm, qkv_bias=bias)
+    width = f.integer("moe_intermediate_size", 1, 1 << 20)
+    layers = f.experts(
+        spec,
+        range(f.integer("first_k_dense_replace", 0, 1 << 12)),
+        width=width,
+        scoring="sigmoid",
+        renormalize=f.flag("norm_topk_prob"),
+        scale=f.number("routed_scaling_factor"),
+        num_groups=f.integer("n_group", 1, 1 << 10),
+        top_groups=f.integer("topk_group", 1, 1 << 10),
+        choice_bias=True,
+        shared_width=width * f.integer("n_shared_experts", 0, 1 << 10),
+    )
+    return {"layers": layers, "num_unused_layers": f.integer("num_nextn_predict_layers", 0, 1 << 10)}
+
+
+def _gpt_oss(f: FamilyFields) -> dict[str, Any]:
+    for key, value in ("swiglu_alpha", CLAMPED_ALPHA), ("swiglu_limit", CLAMP):
+        f.one_of(key, (value,))
+    bias, types = f.flag("attention_bias"), f.layer_types(lambda layer: layer % 2 == 1)
+    spec = f.spec(rope=f.rope(), sinks=True, qkv_bias=bias, o_bias=bias, mlp_bias=True, activation="clamped_swiglu")
+    return {"layers": _windowed(f.experts(spec, router_bias=True), types, f.window())}
+
+
 _SEED_BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_out_bias", "mlp_bias": "mlp_bias"}
 _ALL = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32,
         "vocab_size": 32000, "max_position_embeddings": 2048, "hidden_act": "silu", "rms_norm_eps": 1e-6,
@@ -261,6 +341,11 @@ _GEMMA2 = _GEMMA | {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
                    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                    "llama_4_scaling_beta": 0.1}  # fmt: skip
+_GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                 "truncate": False, "original_max_position_embeddings": 4096}  # fmt: skip
+_QWEN_MOE = _ALL | {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24,
+                    "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
+                    "max_window_layers": 28, "decoder_sparse_step": 1, "norm_topk_prob": False}  # fmt: skip
 _OLMO2 = _ALL | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
 _GEMMA2_NAMES = TensorNames(mlp_norm="pre_feedforward_layernorm")
 _PLAIN_MLP = TensorNames(gate_up=("mlp.up_proj",))
@@ -322,6 +407,43 @@ FAMILIES: dict[str, Family] = {
                                           "attention_out_bias": False}),
     "arcee": Family(_arcee, _ALL | {"hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2",
                                     "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, _PLAIN_MLP),
+    "mixtral": Family(
+        _mixtral,
+        _ALL | {"intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6, "max_position_embeddings": 131072, "num_experts": 8, "num_experts_per_tok": 2},
+        TensorNames(router="block_sparse_moe.gate", expert="block_sparse_moe.experts.{}.",
+                    expert_gate_up=("w1", "w3"), expert_down="w2"),
+    ),
+    "qwen2_moe": Family(_qwen2_moe, _QWEN_MOE | {"num_key_value_heads": 16, "num_attention_heads": 16,
+                                                 "moe_intermediate_size": 1408, "intermediate_size": 5632,
+                                                 "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4,
+                                                 "num_experts": 60, "qkv_bias": True}),
+    "qwen3_moe": Family(_qwen3_moe, _QWEN_MOE | {"num_key_value_heads": 4, "num_attention_heads": 32,
+                                                 "moe_intermediate_size": 768, "intermediate_size": 6144,
+                                                 "num_experts_per_tok": 8, "num_experts": 128}),
+    "olmoe": Family(_olmoe, _ALL | {"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048,
+                                    "num_hidden_layers": 16, "num_attention_heads": 16, "rms_norm_eps": 1e-5,
+                                    "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8,
+                                    "norm_topk_prob": False}),
+    "glm4_moe": Family(
+        _glm4_moe,
+        _ALL | {"vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
+                "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+                "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, "num_experts_per_tok": 8,
+                "n_shared_experts": 1, "num_experts": 128, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
+                "first_k_dense_replace": 1, "norm_topk_prob": True, "use_qk_norm": False,
+                "num_nextn_predict_layers": 1},
+        TensorNames(shared="mlp.shared_experts."),
+    ),
+    "gpt_oss": Family(
+        _gpt_oss,
+        _ALL | {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+                "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
+                "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True, "num_experts": 128,
+                "num_experts_per_tok": 4, "swiglu_alpha": CLAMPED_ALPHA, "swiglu_limit": CLAMP,
+                "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},
+        TensorNames(router="mlp.router", expert="mlp.experts.", has_packed_experts=True),
+    ),
     "internlm3": Family(_internlm3, _ALL | {"vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48,
                                         "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768,
                                         "rms_norm_eps": 1e-5},
@@ -330,8 +452,8 @@ FAMILIES: dict[str, Family] = {
 """By model_type."""
 
 _REASONS = {
-    "its layers contain experts (MoE)": "mixtral qwen2_moe qwen3_moe olmoe gpt_oss glm4_moe phimoe granitemoe dbrx "
-    "llama4 llama4_text ernie4_5_moe minimax_m2 hunyuan_v1_moe",
+    "its experts differ in form from the supported ones": "phimoe granitemoe dbrx llama4 llama4_text ernie4_5_moe "
+    "minimax_m2 hunyuan_v1_moe",
     "its attention is latent (MLA)": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 minicpm3 mistral4",
     "some of its layers are Gated DeltaNet": "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe olmo_hybrid",
     "some of its layers are Mamba": "mamba mamba2 falcon_mamba nemotron_h bamba jamba zamba2 falcon_h1 "
@@ -347,6 +469,8 @@ _REASONS = {
 UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """By model_type: why it is not supported."""
 ON_A_SERVER = "A server may run it (docs/servers.md); in the job file: engine: {backend: {serve: [vllm, serve, MODEL]}}"
+
+_EXPERT_KEYS = "num_experts", "n_routed_experts", "num_local_experts"  # names of the same, in families and versions
 
 WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
 """Models with an image encoder, by model_type, and the family of their text model if its values name none."""
@@ -364,7 +488,8 @@ def model_values(folder: Path) -> dict[str, Any]:
     family = FAMILIES.get(str(values.get("model_type")))
     if family is None:
         return values
-    values = {**family.defaults} | values
+    experts = [values[key] for key in _EXPERT_KEYS if key in values]
+    values = {**family.defaults} | values | ({"num_experts": experts[-1]} if experts else {})
     return values | {common: values[own] for common, own in family.keys.items() if own in values}
 
 

@@ -3,11 +3,29 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from pipeline.kernels.routing import Routing
 from pipeline.model.rope import Rope
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-GATED: tuple[Activation, ...] = ("silu", "gelu_tanh")
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"]
+GATED: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 """Activations of feed-forwards with a gate."""
+
+
+@dataclass(frozen=True)
+class ExpertSpec:
+    """Experts of a layer: feed-forwards of `width` of which a router chooses some for each token.
+
+    router_bias: of the router's logits. choice_bias: of the choice alone. shared_width: of an expert that computes all
+    tokens; 0: none. shared_gate: its output is multiplied by the sigmoid of a linear of the token.
+    """
+
+    num_experts: int
+    width: int
+    routing: Routing
+    router_bias: bool = False
+    choice_bias: bool = False
+    shared_width: int = 0
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -17,7 +35,8 @@ class LayerSpec:
     window: keys that a query sees; None: all. scale: factor of the attention scores. softcap: bound of the scores by
     softcap * tanh(score / softcap); 0: none. pre_norm, post_norm: norms before and after attention and feed-forward.
     qk_norm: norm of queries and keys, of each head or over all heads. is_gated: the feed-forward computes
-    activation(gate) * up, else activation(up).
+    activation(gate) * up, else activation(up). sinks: attention has a sink per query head (`kernels.contract`).
+    experts: None: one feed-forward for all tokens.
     """
 
     rope: Rope
@@ -32,6 +51,8 @@ class LayerSpec:
     mlp_bias: bool = False
     is_gated: bool = True
     activation: Activation = "silu"
+    sinks: bool = False
+    experts: ExpertSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -39,7 +60,9 @@ class TensorNames:
     """Names of tensors, without `.weight` and `.bias`. Those of a layer follow `layer`, whose braces hold its index.
 
     qkv, gate_up: the linears that are fused here, or the one that the checkpoint has for them. position: table of
-    learned positions; empty: none. is_transposed: linears are stored as (inputs, outputs).
+    learned positions; empty: none. is_transposed: linears are stored as (inputs, outputs). expert, shared: what the
+    names of an expert's linears follow; braces hold its index. has_packed_experts: one tensor holds a linear of all
+    experts, transposed, with gate and up interleaved, or its MXFP4 form.
     """
 
     embedding: str = "embed_tokens"
@@ -57,3 +80,12 @@ class TensorNames:
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
     is_transposed: bool = False
+    sinks: str = "self_attn.sinks"
+    router: str = "mlp.gate"
+    choice_bias: str = "mlp.gate.e_score_correction_bias"
+    expert: str = "mlp.experts.{}."
+    expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_down: str = "down_proj"
+    has_packed_experts: bool = False
+    shared: str = "mlp.shared_expert."
+    shared_gate: str = "mlp.shared_expert_gate"

@@ -17,9 +17,9 @@ from pipeline.checkpoints.quantizer_files import QUANTIZER_FILES
 from pipeline.errors import ModelError
 from pipeline.kernels.contract import Norm
 from pipeline.model.config import ModelConfig
-from pipeline.model.layer_spec import LayerSpec
+from pipeline.model.layer_spec import ExpertSpec, LayerSpec
 from pipeline.model.rotation import rotary_order
-from pipeline.weights.packed import DenseWeight, LinearWeight, concatenate, select_outputs
+from pipeline.weights.packed import DenseWeight, ExpertWeights, LinearWeight, concatenate, select_outputs
 from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.bias", "attn.masked_bias")
@@ -32,18 +32,31 @@ PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")
 
 
 @dataclass(frozen=True)
+class RoutedWeights:
+    """Weights of a layer's experts and of their router. choice_bias_E: see `Routing`. shared_gate: (1, H)."""
+
+    router: DenseWeight
+    choice_bias_E: torch.Tensor | None
+    shared_gate: DenseWeight | None
+    experts: ExpertWeights
+
+
+@dataclass(frozen=True)
 class LayerWeights:
-    """Weights of a layer. qk_norm: of queries and keys, per head or over all heads."""
+    """Weights of a layer. qk_norm: of queries and keys, per head or over all heads. gate_up, down: None if the layer
+    has experts and none of them is shared."""
 
     qkv: LinearWeight
     o: LinearWeight
-    gate_up: LinearWeight
-    down: LinearWeight
+    gate_up: LinearWeight | None
+    down: LinearWeight | None
     attn_norm: Norm | None
     attn_post_norm: Norm | None
     mlp_norm: Norm | None
     mlp_post_norm: Norm | None
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
+    sinks_N: torch.Tensor | None = None
+    routed: RoutedWeights | None = None
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -177,6 +190,8 @@ class WeightReader:
         self.head_name = f"{PREFIXES[self.prefix]}lm_head"
         if self.prefix not in ("model.", ""):
             self.checkpoint.skip_parts(IMAGE_PARTS)
+        unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
+        self.checkpoint.skip_parts(tuple(f"{self.prefix}{config.names.layer.format(layer)}" for layer in unused))
         self._head_names = {name for name in self.checkpoint.left if name.startswith(f"{self.head_name}.")}
         self.ties_head = config.tie_embeddings and self._ties_head()
         """True if the output embedding is the input embedding. If config.json ties them, the checkpoint may still
@@ -239,14 +254,46 @@ class WeightReader:
             yield LayerWeights(
                 qkv=qkv if order_D is None else select_outputs(qkv, self._rotary_rows(order_D, qkv.out_features)),
                 o=self._fused(linears["o"], spec.o_bias),
-                gate_up=self._fused(linears["gate_up"], spec.mlp_bias),
-                down=self._fused(linears["down"], spec.mlp_bias),
+                gate_up=self._fused(linears["gate_up"], spec.mlp_bias) if "gate_up" in linears else None,
+                down=self._fused(linears["down"], spec.mlp_bias) if "down" in linears else None,
                 attn_norm=self._norm(f"{prefix}{names.attn_norm}") if spec.pre_norm else None,
                 attn_post_norm=self._norm(f"{prefix}{names.attn_post_norm}") if spec.post_norm else None,
                 mlp_norm=self._norm(f"{prefix}{names.mlp_norm}") if spec.pre_norm else None,
                 mlp_post_norm=self._norm(f"{prefix}{names.mlp_post_norm}") if spec.post_norm else None,
                 qk_norm=self._qk_norm(prefix, spec, order_D),
+                sinks_N=self._copied(f"{prefix}{names.sinks}", (self.config.num_heads,)) if spec.sinks else None,
+                routed=None if spec.experts is None else self._routed(index, prefix, spec.experts),
             )
+
+    def _routed(self, layer: int, prefix: str, spec: ExpertSpec) -> RoutedWeights:
+        names, size = self.config.names, (spec.num_experts, self.config.hidden_size)
+        bias_E = self._copied(f"{prefix}{names.router}.bias", size[:1]) if spec.router_bias else None
+        router = DenseWeight(self._copied(f"{prefix}{names.router}.weight", size), bias_E)
+        choice_bias_E = self._copied(f"{prefix}{names.choice_bias}", size[:1]) if spec.choice_bias else None
+        shared_gate = f"{prefix}{names.shared_gate}.weight"
+        gate = DenseWeight(self._copied(shared_gate, (1, size[1]))) if spec.shared_gate else None
+        if names.has_packed_experts:
+            experts = self._packed_experts(layer, f"{prefix}{names.expert}", spec)
+        else:
+            bias = self.config.layers[layer].mlp_bias
+            each = [self.config.expert_linears(layer, expert) for expert in range(spec.num_experts)]
+            gate_up = tuple(self._fused(linears["gate_up"], bias) for linears in each)
+            experts = ExpertWeights(gate_up, tuple(self._fused(linears["down"], bias) for linears in each))
+        return RoutedWeights(router, choice_bias_E, gate, experts)
+
+    def _packed_experts(self, layer: int, prefix: str, spec: ExpertSpec) -> ExpertWeights:
+        """Read experts of which one tensor holds a linear of all. The outputs of gate and up are interleaved."""
+        width, hidden = spec.width, self.config.hidden_size
+        order_N = torch.arange(2 * width).view(-1, 2).t().flatten().to(self.checkpoint.device)
+        gate_up = self._packed(f"{prefix}gate_up_proj", (spec.num_experts, 2 * width, hidden))
+        down = self._packed(f"{prefix}down_proj", (spec.num_experts, hidden, width))
+        return ExpertWeights(tuple(select_outputs(weight, order_N) for weight in gate_up), tuple(down))
+
+    def _packed(self, name: str, shape_ENK: tuple[int, int, int]) -> list[LinearWeight]:
+        num_experts, outputs, inputs = shape_ENK
+        bias_EN = self._copied(f"{name}_bias", (num_experts, outputs))
+        stored_EKN = self.checkpoint.read_float(name, (num_experts, inputs, outputs))
+        return [DenseWeight(stored_KN.t(), bias_N) for stored_KN, bias_N in zip(stored_EKN, bias_EN, strict=True)]
 
     def _rotary_rows(self, order_D: torch.Tensor, num_rows: int) -> torch.Tensor:
         """Return the rows of the fused q, k, v with the values of each query and key head in this order."""

@@ -62,6 +62,11 @@ def check_plain(source: Path) -> ModelConfig:
     config = as_stored(read_config(source), source)
     if config.names.is_transposed or any(layer.rope.rotary_dim for layer in config.layers):
         raise ModelError(f"{source}: models of this family cannot be quantized here yet; serve the 16-bit checkpoint")
+    if config.size.experts is not None:
+        raise ModelError(
+            f"{source}: models with experts cannot be quantized here yet; use the 16-bit checkpoint, with "
+            "`model.quantization: int4-rtn` to quantize it at load, or a checkpoint that is published quantized"
+        )
     return config
 
 

@@ -21,8 +21,28 @@ SCALE_BYTES = 4.0  # per vector in an fp8 KV cache, or per group of fp8 weights
 
 
 @dataclass(frozen=True)
+class ExpertSize:
+    """Experts of `layers` of a decoder's layers: feed-forwards of `width`, `top_k` of them for each token.
+
+    shared_width: of an expert that computes all tokens; 0: none.
+    """
+
+    layers: int
+    num_experts: int
+    top_k: int
+    width: int
+    shared_width: int = 0
+
+    def used(self, num_tokens: float) -> float:
+        """Return the expected number of experts of a layer that compute some of these tokens, if all are equally
+        likely."""
+        return self.num_experts * (1 - (1 - self.top_k / self.num_experts) ** num_tokens)
+
+
+@dataclass(frozen=True)
 class DecoderSize:
-    """Sizes of a decoder that determine its cost. windows: keys that a query of each layer sees; None: all."""
+    """Sizes of a decoder that determine its cost. windows: keys that a query of each layer sees; None: all.
+    experts: None: all layers have one feed-forward of `intermediate`."""
 
     hidden: int
     intermediate: int
@@ -33,16 +53,58 @@ class DecoderSize:
     vocab: int
     is_gated: bool = True
     windows: tuple[int | None, ...] = ()
+    experts: ExpertSize | None = None
 
     def linears(self) -> list[tuple[str, int, int]]:
-        """Return name, inputs and outputs of a layer's linears as they are run: q, k, v fused, and gate, up fused."""
+        """Return name, inputs and outputs of the linears of a layer without experts as they are run: q, k, v fused, and
+        gate, up fused."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return [
             ("qkv", self.hidden, q + 2 * kv),
             ("o", q, self.hidden),
-            ("gate_up", self.hidden, (1 + self.is_gated) * self.intermediate),
-            ("down", self.intermediate, self.hidden),
+            *self.feed_forward(self.intermediate),
         ]
+
+    def feed_forward(self, width: int) -> list[tuple[str, int, int]]:
+        """Return the linears of a feed-forward."""
+        return [("gate_up", self.hidden, (1 + self.is_gated) * width), ("down", width, self.hidden)]
+
+    def linear_counts(self) -> list[tuple[int, int, int]]:
+        """Return inputs, outputs and number of the linears that compute all tokens: all but those of experts."""
+        qkv, o, *feed_forward = self.linears()
+        experts = self.experts
+        if experts is None:
+            return [(inputs, outputs, self.layers) for _, inputs, outputs in self.linears()]
+        shared = self.feed_forward(experts.shared_width) if experts.shared_width else []
+        counted = [(each, self.layers) for each in (qkv, o)]
+        counted += [(each, self.layers - experts.layers) for each in feed_forward]
+        counted += [(each, experts.layers) for each in (*shared, ("router", self.hidden, experts.num_experts))]
+        return [(inputs, outputs, count) for (_, inputs, outputs), count in counted]
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of all layers' experts, without shared ones."""
+        return 0 if self.experts is None else int(self._expert_parameters(self.experts.num_experts))
+
+    @property
+    def active_expert_parameters(self) -> int:
+        """Parameters of experts that compute a token, without shared ones."""
+        return 0 if self.experts is None else int(self._expert_parameters(self.experts.top_k))
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters of the layers' linears that compute a token."""
+        return self.linear_parameters - self.expert_parameters + self.active_expert_parameters
+
+    def read_parameters(self, num_tokens: float) -> tuple[float, float]:
+        """Return the parameters of linears that a step reads: those that compute all tokens, and the experts'."""
+        read = 0.0 if self.experts is None else self._expert_parameters(self.experts.used(num_tokens))
+        return float(self.linear_parameters - self.expert_parameters), read
+
+    def _expert_parameters(self, num_experts: float) -> float:
+        assert self.experts is not None
+        each = sum(inputs * outputs for _, inputs, outputs in self.feed_forward(self.experts.width))
+        return self.experts.layers * num_experts * each
 
     def window_counts(self) -> dict[int | None, int]:
         """Return the number of layers for each window."""
@@ -51,7 +113,8 @@ class DecoderSize:
     @property
     def linear_parameters(self) -> int:
         """Parameters of all layers' linears, without embeddings, norms and biases."""
-        return self.layers * sum(inputs * outputs for _, inputs, outputs in self.linears())
+        for_all_tokens = sum(inputs * outputs * count for inputs, outputs, count in self.linear_counts())
+        return for_all_tokens + self.expert_parameters
 
     @property
     def head_parameters(self) -> int:
@@ -76,6 +139,8 @@ class Weights:
 
     fp8: weights for fp8 activations, one byte each and a float32 scale per group; there is one product for any number
     of tokens. The cost of rounding activations is ignored, like other elementwise work.
+
+    expert_bytes: bytes of one weight of an expert. Products of experts widen them in registers at any number of tokens.
     """
 
     int4: bool
@@ -83,6 +148,7 @@ class Weights:
     cached: bool = True
     fused_tokens: int | None = None
     fp8: bool = False
+    expert_bytes: float = DENSE_BYTES
 
     @property
     def packed_bytes(self) -> float:
@@ -99,8 +165,13 @@ class Weights:
     def resident_bytes(self, size: DecoderSize) -> float:
         """Return the bytes of the linears, the embedding and the head on the card (tied ones counted twice)."""
         cached_bytes = DENSE_BYTES if self.int4 and self.cached and not self.fp8 else 0.0
-        each = self.read_bytes + cached_bytes
-        return size.linear_parameters * each + 2 * size.head_parameters * DENSE_BYTES
+        linears = (size.linear_parameters - size.expert_parameters) * (self.read_bytes + cached_bytes)
+        return linears + size.expert_parameters * self.expert_bytes + 2 * size.head_parameters * DENSE_BYTES
+
+    def step_bytes(self, size: DecoderSize, num_tokens: float) -> float:
+        """Return the minimum bytes of the linears and the head that a step of `num_tokens` reads."""
+        linears, experts = size.read_parameters(num_tokens)
+        return linears * self.read_bytes + experts * self.expert_bytes + size.head_parameters * DENSE_BYTES
 
 
 DENSE = Weights(int4=False)
@@ -228,6 +299,13 @@ def linear_seconds(num_tokens: int, inputs: int, outputs: int, weights: Weights,
     return {name: s for name, s in paths.items() if (name == "int4") == (num_tokens <= weights.fused_tokens)}
 
 
+def expert_seconds(num_tokens: int, size: DecoderSize, weights: Weights, card: Ceilings) -> float:
+    """Return the seconds of all layers' experts, without shared ones."""
+    flops = 2.0 * num_tokens * size.active_expert_parameters
+    read_s = size.read_parameters(num_tokens)[1] * weights.expert_bytes / (card.bytes_per_s * card.reached.bandwidth)
+    return max(read_s, flops / (card.flops_per_s * card.reached.gemm))
+
+
 def step_seconds(
     step: StepLoad, size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float = DENSE_BYTES
 ) -> StepSeconds:
@@ -237,10 +315,11 @@ def step_seconds(
     spared ones; those of the step's tokens are written.
     """
     reached, num_tokens = card.reached, step.num_tokens
-    linears_s = size.layers * sum(
-        min(linear_seconds(num_tokens, inputs, outputs, weights, card).values())
-        for _, inputs, outputs in size.linears()
+    linears_s = sum(
+        count * min(linear_seconds(num_tokens, inputs, outputs, weights, card).values())
+        for inputs, outputs, count in size.linear_counts()
     )
+    linears_s += expert_seconds(num_tokens, size, weights, card)
     windows = size.window_counts()
     keys = sum(layers * step.seen_keys(window) for window, layers in windows.items())
     attention_flops = 4.0 * size.heads * size.head_dim * keys

@@ -236,7 +236,7 @@ def job_flops(requests: Sequence[RequestTokens], size: DecoderSize, cached_token
     )
     attention = 4.0 * size.heads * size.head_dim * float(keys)
     head = 2.0 * size.head_parameters * sum(n.output for n in requests)
-    return 2.0 * size.linear_parameters * computed + head + attention
+    return 2.0 * size.active_parameters * computed + head + attention
 
 
 def job_bytes(
@@ -248,9 +248,10 @@ def job_bytes(
     shared_prefix: int = 0,
 ) -> float:
     """Return the bytes that a job of `num_steps` must read: in each step all weights in their smallest form, and the
-    keys and values that each generated token sees. A prefix that all requests share is read once per step."""
-    step_bytes = size.linear_parameters * weights.read_bytes + size.head_parameters * DENSE_BYTES
+    keys and values that each generated token sees. A prefix that all requests share is read once per step. Of experts,
+    the number that steps of equal size use."""
     decoded = sum(n.output - 1 for n in requests)
+    step_bytes = weights.step_bytes(size, (decoded + sum(n.prompt for n in requests)) / num_steps)
     prompt = np.array([n.prompt for n in requests])
     last = np.array([n.prompt + n.output - 1 for n in requests])
     spared = shared_prefix * max(decoded - num_steps, 0)

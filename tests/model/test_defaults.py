@@ -37,6 +37,8 @@ FULL = {
 LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 BOTH = [FULL, FULL | LAYER_TYPES]
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
+            "decoder_sparse_step": 2, "mlp_only_layers": [1]}  # fmt: skip
 FAMILIES: dict[str, list[dict[str, Any]]] = {
     "llama": [FULL],
     "mistral": [FULL],
@@ -60,6 +62,14 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
     "starcoder2": [FULL | {"use_bias": False, "norm_epsilon": 1e-6}],
     "seed_oss": [FULL | {"attention_out_bias": True}],
     "arcee": [FULL | {"hidden_act": "relu2"}],
+    "mixtral": [FULL | {"num_local_experts": 5, "num_experts_per_tok": 3}],
+    "qwen2_moe": [each | QWEN_MOE | {"shared_expert_intermediate_size": 40, "qkv_bias": False} for each in BOTH],
+    "qwen3_moe": [FULL | QWEN_MOE],
+    "olmoe": [FULL | {"num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True}],
+    "glm4_moe": [FULL | {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_group": 4,
+                         "topk_group": 2, "first_k_dense_replace": 2, "n_shared_experts": 2, "use_qk_norm": True,
+                         "routed_scaling_factor": 1.5, "norm_topk_prob": False, "num_nextn_predict_layers": 2}],
+    "gpt_oss": [each | {"num_local_experts": 5, "num_experts_per_tok": 3} for each in BOTH],
     "internlm3": [{**{k: v for k, v in FULL.items() if not k.endswith("_bias")}, "qkv_bias": True, "bias": True}],
 }  # fmt: skip
 COMPUTED = ("head_dim", "num_key_value_heads")  # null: computed from others, in families whose class refuses it too
@@ -92,7 +102,9 @@ def test_a_missing_key_has_the_value_of_the_config_class(tmp_path: Path, family:
             changed = {name: value for name, value in values.items() if name != key}
             assert ours(tmp_path, changed) == as_transformers_has_it(tmp_path, changed), key
         bare = {"model_type": family}
-        assert ours(tmp_path, bare) == as_transformers_has_it(tmp_path, bare) is not None
+        found = ours(tmp_path, bare)
+        assert found == as_transformers_has_it(tmp_path, bare)
+        assert (found is None) == (family == "glm4_moe")  # its default heads do not divide its default hidden size
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -61,7 +61,7 @@ def vary(family: Family, config: dict[str, Any], rng: np.random.Generator) -> di
     if "qkv_bias" in drawn:
         drawn["bias"] = drawn["qkv_bias"]  # others are refused
     drawn |= {key: float(rng.uniform(0.2, 4.0)) for key in FACTORS if key in known}
-    if "head_dim" in config:
+    if "head_dim" in config or family.model_type == "mixtral":
         drawn["head_dim"] = int(rng.choice([8, 16, 24, 40]))
     if config.get("sliding_window"):
         drawn["sliding_window"] = int(rng.choice([2, 7, 16, 31, 90]))
@@ -81,14 +81,22 @@ def vary(family: Family, config: dict[str, Any], rng: np.random.Generator) -> di
         drawn["activation_function"] = str(rng.choice(["gelu_new", "relu", "silu", "gelu"]))
         intermediate = config.pop("intermediate_size")  # transformers reads only n_inner
         drawn["n_inner"] = intermediate if rng.random() < 0.5 else None
+    if key := next((key for key in EXPERTS if key in config or key in known), None):
+        groups = int(rng.integers(1, 4)) if family.model_type == "glm4_moe" else 1
+        experts = groups * int(rng.integers(2, 6))
+        drawn |= {key: experts, "num_experts_per_tok": int(rng.integers(1, experts // groups + 1))}
+        drawn |= {"n_group": groups, "topk_group": int(rng.integers(1, groups + 1))} if groups > 1 else {}
+        config = {name: value for name, value in config.items() if name not in ("n_group", "topk_group")}
     if family.model_type in ("starcoder2", "arcee"):
         drawn["hidden_act"] = str(rng.choice(["gelu_pytorch_tanh", "relu", "relu2", "silu"]))
-    if family.model_type not in ("gpt2", "gemma3_text", "phi3", "ministral3", "olmo3"):
+    if family.model_type not in ("gpt2", "gemma3_text", "phi3", "ministral3", "olmo3", "glm4_moe"):
         drawn["rope_parameters"] = drawn_rope(rng)
     return config | drawn
 
 
-FLAGS = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bias", "scale_attn_weights")
+FLAGS = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bias", "scale_attn_weights",
+         "norm_topk_prob", "use_qk_norm")  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 

@@ -181,6 +181,9 @@ def write_pair(
     return pack_pair(plain, root / "quantized", quantization, pack, seed=len(json.dumps(quantization)))
 
 
+LINEARS = "_proj.weight", "c_fc.weight", ".w1.weight", ".w2.weight", ".w3.weight"
+
+
 def pack_pair(
     plain: Path, folder: Path, quantization: dict[str, Any], pack: Callable[[str], Pack | None], seed: int
 ) -> tuple[Path, Path]:
@@ -192,7 +195,11 @@ def pack_pair(
     packed, dense = {}, {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
-        packer = pack(stem) if name.endswith(("_proj.weight", "c_fc.weight")) else None
+        packer = (
+            pack(stem)
+            if name.endswith(("_proj.weight", "c_fc.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
+            else None
+        )
         if packer is None:
             packed[name] = dense[name] = tensor
             continue

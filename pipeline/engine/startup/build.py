@@ -110,6 +110,7 @@ def _build_on_device(
         "block_size": resolved.block_size,
         "num_kv_blocks": num_blocks,
         "weights": target.weights,
+        "parameters": model.parameters_text(),
         "deterministic": "on" if resolved.deterministic else "off",
         "num_threads": device_context.num_threads,
         "speculation": _speculation_text(config.speculation_config, resolved),
