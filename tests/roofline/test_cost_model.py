@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.bench.shapes import SHAPES
 from pipeline.errors import ConfigError
 from pipeline.roofline.cards import load_cards
 from pipeline.roofline.cost_model import (
@@ -15,6 +16,7 @@ from pipeline.roofline.cost_model import (
     DENSE,
     Ceilings,
     DecoderSize,
+    ExpertSize,
     Reached,
     StepLoad,
     Weights,
@@ -48,6 +50,27 @@ def test_a_decoding_step_reads_weights_keys_and_values_once():
     assert seconds.kv_s == pytest.approx((40 + 2) * SIZE.kv_bytes_per_token() / 1e9)
     assert seconds.attention_s == pytest.approx(4 * 2 * 4 * 64 * 40 / 1e12)
     assert seconds.total_s == pytest.approx(seconds.linears_s + seconds.kv_s + seconds.head_s)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_use():
+    dense, every = 2 * (256 * 512 + 256 * 256), 3 * 256 * 128  # of attention; of an expert
+    size = replace(SIZE, experts=ExpertSize(layers=1, num_experts=4, top_k=1, width=128, shared_width=64))
+    for_all = dense + 256 * 4 + 3 * 256 * 64 + 3 * 256 * 512  # a router, a shared expert, a layer without experts
+    assert size.linear_parameters == for_all + 4 * every
+    assert size.active_parameters == for_all + every
+    for tokens, used in (1, 1.0), (2, 1.75), (1000, 4.0):  # the second token repeats the first's expert in a quarter
+        seconds = step_seconds(step([1] * tokens, [10] * tokens, 0), size, DENSE, replace(CARD, flops_per_s=1e18))
+        assert seconds.linears_s == pytest.approx((for_all + used * every) * 2 / 1e9)
+    many = step_seconds(step([50_000], [50_000], 0), size, DENSE, CARD)
+    assert many.linears_s == pytest.approx(2 * 50_000 * size.active_parameters / 1e12)
+    packed = replace(DENSE, expert_bytes=0.5)
+    assert DENSE.resident_bytes(size) - packed.resident_bytes(size) == 4 * every * 1.5
+
+
+def test_a_model_with_experts_has_the_size_that_its_publisher_states():
+    size = SHAPES["qwen3-30b-a3b"].size
+    assert (size.linear_parameters + 2 * size.head_parameters) / 1e9 == pytest.approx(30.5, abs=0.05)
+    assert (size.active_parameters + 2 * size.head_parameters) / 1e9 == pytest.approx(3.3, abs=0.1)
 
 
 def test_a_long_prompt_is_computing():
