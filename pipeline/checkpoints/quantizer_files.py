@@ -8,7 +8,11 @@ from pipeline.errors import ModelError
 
 CONFIG = "config.json"
 # The quantizers' own files, used before config.json held the options, with the quant_method that each implies.
-QUANTIZER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # AutoGPTQ, AutoAWQ
+QUANTIZER_FILES = {
+    "quantize_config.json": "gptq",  # AutoGPTQ
+    "quant_config.json": "awq",  # AutoAWQ
+    "hf_quant_config.json": "modelopt",  # NVIDIA's Model Optimizer
+}
 
 
 def quantizer_file(folder: Path, values: dict[str, Any]) -> Path | None:

@@ -8,10 +8,12 @@ inputs were ordered by activation.
 `int-quantized`: `weight` (N, K) int8, `weight_scale`, and `weight_zero_point` as int8.
 `float-quantized`: `weight` (N, K) float8_e4m3fn and its scales, as in `fp8.py`.
 `naive-quantized`: one of these two, by the weights' `type`.
+`nvfp4-pack-quantized`, `mxfp4-pack-quantized`: `weight_packed` (N, K/2) uint8 and scales as in `fp4.py`; NVFP4's scales
+are divided by `weight_global_scale` (1,).
 weight = (q - zero) * scale. G is 1 for one scale per output; a scale for the whole weight is (1,).
 
-Only weights are quantized: activations of a checkpoint made for 8-bit activations are not rounded, which is closer to
-the original model.
+Only weights are quantized: activations of a checkpoint made for quantized activations are not rounded, which is closer
+to the original model.
 """
 
 import re
@@ -23,12 +25,15 @@ import torch
 
 from pipeline.errors import ModelError
 from pipeline.weights.config_fields import Fields
+from pipeline.weights.fp4 import MX_GROUP, NV_GROUP, read_mxfp4, read_nvfp4
 from pipeline.weights.fp8 import ACTIVATION_SCALES, block_of, fp8_text, read_float8
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 from pipeline.weights.tensor_reader import StoredLinear, groups_text, input_order, unpack_words
 
 PACKED, INTEGERS, FLOATS8, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-FORMATS = (PACKED, INTEGERS, FLOATS8, NAIVE)  # naive: 8-bit integers or floats without rounded activations
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+FP4 = {NVFP4: ("tensor_group", NV_GROUP), MXFP4: ("group", MX_GROUP)}  # strategy and group size
+FORMATS = (PACKED, INTEGERS, FLOATS8, NAIVE, *FP4)  # naive: 8-bit integers or floats without rounded activations
 STRATEGIES = ("tensor", "channel", "group", "block")
 
 
@@ -68,7 +73,7 @@ class CompressedFormat:
 
     schemes: tuple[Scheme, ...]
     ignored: Modules
-    unused: tuple[str, ...] = ACTIVATION_SCALES
+    unused: tuple[str, ...] = (*ACTIVATION_SCALES, "input_global_scale")
 
     @property
     def bits(self) -> int:
@@ -82,6 +87,10 @@ class CompressedFormat:
     @property
     def has_activations(self) -> bool:
         return any(scheme.has_activations for scheme in self.schemes)
+
+    @property
+    def has_codes(self) -> bool:
+        return any(scheme.format in FP4 for scheme in self.schemes)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "CompressedFormat":
@@ -116,6 +125,10 @@ class CompressedFormat:
             raise ModelError(f"{linear.prefix}: stored quantized, but quantization_config has no scheme for it")
         if scheme.format == FLOATS8:
             return read_float8(linear, "weight_scale", scheme.block)
+        if scheme.format == NVFP4:
+            return read_nvfp4(linear, "weight_packed", "weight_global_scale", divides=True)
+        if scheme.format == MXFP4:
+            return read_mxfp4(linear)
         size, half = linear.group_size(scheme.group_size), 1 << (scheme.bits - 1)
         if scheme.format == PACKED:
             q_NK = _packed(linear, scheme.bits)
@@ -140,10 +153,14 @@ def _scheme(group: Fields, default_format: object) -> Scheme:
     inner = Fields({"format": default_format} | given, group.path, group.key_path)
     form = inner.one_of("format", FORMATS)
     weights = inner.section("weights")
+    is_fp4 = form in FP4
     is_float = form == FLOATS8 or (form == NAIVE and weights.values.get("type") == "float")
-    weights.one_of("type", ("float",) if is_float else ("int",), "int")
-    bits = weights.one_of("num_bits", (4, 8) if form == PACKED else (8,))
-    strategy = weights.one_of("strategy", STRATEGIES if is_float else STRATEGIES[:3], "tensor")
+    weights.one_of("type", ("float",) if is_float or is_fp4 else ("int",), "int")
+    bits = weights.one_of("num_bits", (4, 8) if form == PACKED else (4,) if is_fp4 else (8,))
+    strategies = FP4[form][:1] if is_fp4 else STRATEGIES if is_float else STRATEGIES[:3]
+    strategy = weights.one_of("strategy", strategies, "tensor")
+    if is_fp4:
+        weights.one_of("group_size", FP4[form][1:])
     if is_float and strategy == "group":
         raise weights.refuse("strategy", "tensor, channel or block for weights in fp8")
     if weights.values.get("dynamic") not in (None, False):
@@ -152,7 +169,7 @@ def _scheme(group: Fields, default_format: object) -> Scheme:
         FLOATS8 if is_float else form,
         bits,
         weights.one_of("symmetric", (True, False), True),
-        weights.group_size() if strategy == "group" else None,
+        weights.group_size() if strategy in ("group", "tensor_group") else None,
         block_of(weights, "block_structure") if strategy == "block" else None,
         inner.values.get("input_activations") is not None,
         _modules(inner, "targets"),
@@ -166,9 +183,10 @@ def _modules(options: Fields, name: str) -> Modules:
 
 
 def _scheme_text(scheme: Scheme) -> str:
-    if scheme.format != FLOATS8:
-        return f"int{scheme.bits}, {groups_text(scheme.group_size)}"
-    return fp8_text(scheme.block)
+    if scheme.format == FLOATS8:
+        return fp8_text(scheme.block)
+    kind = scheme.format.removesuffix("-pack-quantized") if scheme.format in FP4 else f"int{scheme.bits}"
+    return f"{kind}, {groups_text(scheme.group_size)}"
 
 
 def _packed(linear: StoredLinear, bits: int) -> torch.Tensor:

@@ -7,10 +7,11 @@ from typing import Any, Protocol
 from pipeline.errors import ModelError
 from pipeline.weights.awq import AwqFormat
 from pipeline.weights.compressed_tensors import CompressedFormat
+from pipeline.weights.fp4 import Mxfp4Format
 from pipeline.weights.fp8 import Fp8Format
 from pipeline.weights.gptq import GptqFormat
+from pipeline.weights.modelopt import ModelOptFormat
 from pipeline.weights.packed import LinearWeight
-from pipeline.weights.round_to_nearest import RoundToNearest
 from pipeline.weights.tensor_reader import StoredLinear
 
 
@@ -18,8 +19,8 @@ class QuantFormat(Protocol):
     """Quantization of a model's linears: a description (`str`) and a reader.
 
     bits: of a weight. group_size: inputs that share a scale; None: all of an output's. If linears differ, these are the
-    most bits and the smallest group. has_activations: the checkpoint is made for 8-bit activations. unused: suffixes of
-    tensor names that do not concern weights.
+    most bits and the smallest group. has_activations: the checkpoint is made for quantized activations. has_codes: some
+    linears are 4-bit codes, not integers. unused: suffixes of tensor names that do not concern weights.
     """
 
     @property
@@ -28,6 +29,8 @@ class QuantFormat(Protocol):
     def group_size(self) -> int | None: ...
     @property
     def has_activations(self) -> bool: ...
+    @property
+    def has_codes(self) -> bool: ...
     @property
     def unused(self) -> tuple[str, ...]: ...
 
@@ -39,6 +42,8 @@ READERS: dict[str, Callable[[dict[str, Any], Path], QuantFormat]] = {
     "gptq": GptqFormat.from_config,
     "compressed-tensors": CompressedFormat.from_config,
     "fp8": Fp8Format.from_config,
+    "modelopt": ModelOptFormat.from_config,
+    "mxfp4": Mxfp4Format.from_config,
 }
 """Constructors of formats from their options, by quant_method."""
 
@@ -54,15 +59,13 @@ _REFUSED = {
     "eetq": "EETQ stores int8 in the order of its GPU kernel",
     "exl2": "EXL2 mixes 2 to 8 bits in a linear",
     "exl3": "EXL3 stores trellis codes",
-    "mxfp4": "MXFP4 stores 4-bit floats with a scale per 32 inputs",
 }
 """Formats without a reader by quant_method, and what they are."""
 
 
 def is_int4(quantization: QuantFormat | None) -> bool:
-    """Return whether linears are 4-bit integers, for which there are kernels. nf4 has 4 bits, but no integers."""
-    is_codebook = isinstance(quantization, RoundToNearest) and quantization.method == "nf4"
-    return quantization is not None and quantization.bits == 4 and not is_codebook
+    """Return whether linears are 4-bit integers, for which there are kernels."""
+    return quantization is not None and quantization.bits == 4 and not quantization.has_codes
 
 
 def read_format(config: dict[str, Any], path: Path) -> QuantFormat:

@@ -29,6 +29,7 @@ class Fp8Format:
     block: tuple[int, int] | None
     bits: int = 8
     has_activations: bool = True
+    has_codes: bool = False
     unused: tuple[str, ...] = ACTIVATION_SCALES
 
     @property

@@ -47,6 +47,7 @@ class GptqFormat:
     checkpoint_format: str
     overrides: tuple[Override, ...] = ()
     has_activations: bool = False
+    has_codes: bool = False
     unused: tuple[str, ...] = ()
 
     @classmethod

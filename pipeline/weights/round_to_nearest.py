@@ -46,6 +46,10 @@ class RoundToNearest:
     unused: tuple[str, ...] = ()
 
     @property
+    def has_codes(self) -> bool:
+        return self.method == "nf4"
+
+    @property
     def bits(self) -> int:
         return METHODS[self.method][0]
 

@@ -13,6 +13,8 @@ from pipeline.errors import ModelError
 from pipeline.weights.packed import DenseWeight
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+"""Types of MX formats' scales, which are powers of two: publishers store their exponents as uint8."""
 
 
 class Tensors(Protocol):
@@ -58,8 +60,9 @@ class StoredLinear:
     def scales(
         self, suffix: str, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype] = FLOATS
     ) -> torch.Tensor:
-        """Return scales in float32. Raises ModelError like `take`, and for infinities and NaN."""
-        scales = self.read(suffix, shapes, dtypes).to(torch.float32)
+        """Return scales in float32, uint8 as in E8M0. Raises ModelError like `read`, and for infinities and NaN."""
+        stored = self.read(suffix, shapes, dtypes)
+        scales = (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).to(torch.float32)
         if not bool(torch.isfinite(scales).all()):
             raise self.refuse(suffix, "contains infinities or NaN, expected finite scales")
         return scales
@@ -79,12 +82,18 @@ class StoredLinear:
 def unpack_words(word_RW: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack (R, W) int32 to (R, W * 32 / bits) uint8, the values of a word from its lowest bits on. bits: 4 or 8.
 
-    Temporarily takes 3 bytes per value on the words' device: a byte is spread over 16 bits, whose two bytes are its
-    values. Processors and GPUs are little-endian, like checkpoints.
+    Processors and GPUs are little-endian, like checkpoints.
     """
     byte_RB = word_RW.contiguous().view(torch.uint8)
-    if bits == 8:
-        return byte_RB
+    return byte_RB if bits == 8 else unpack_nibbles(byte_RB)
+
+
+def unpack_nibbles(byte_RB: torch.Tensor) -> torch.Tensor:
+    """Unpack (R, B) uint8 to (R, 2 B) uint8, the low half of a byte first.
+
+    Temporarily takes 3 bytes per value on the bytes' device: a byte is spread over 16 bits, whose two bytes are its
+    values.
+    """
     pair_RB = byte_RB.to(torch.int16)
     pair_RB |= pair_RB << 4
     return pair_RB.bitwise_and_(0x0F0F).view(torch.uint8)

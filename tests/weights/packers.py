@@ -163,6 +163,47 @@ def fp8(block: tuple[int, int] | None, scale_name: str, per_output: bool = False
     return pack
 
 
+def mxfp4() -> Pack:
+    """compressed-tensors' `mxfp4-pack-quantized`: exponents of 2^-7 to 2^-3."""
+
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        codes, exponents = rng.integers(0, 16, shape), rng.integers(120, 125, (shape[0], shape[1] // 32))
+        tensors = {"weight_packed": nibbles(codes), "weight_scale": torch.from_numpy(exponents.astype(np.uint8))}
+        return tensors, _fp4_value(codes, 2.0 ** (exponents.astype(np.float32) - 127), 32)
+
+    return pack
+
+
+def nvfp4(codes_name: str, whole_name: str, divides: bool) -> Pack:
+    """Codes with any positive finite e4m3 scale. divides: compressed-tensors, which divides by the whole weight's."""
+
+    def pack(rng: np.random.Generator, shape: tuple[int, int]) -> Packed:
+        codes, stored = rng.integers(0, 16, shape), rng.integers(0, 127, (shape[0], shape[1] // 16)).astype(np.uint8)
+        scales = np.array([_e4m3(int(code)) for code in stored.flat], dtype=np.float32).reshape(stored.shape)
+        whole = np.float32(rng.uniform(2000, 9000)) if divides else np.float32(rng.uniform(1e-4, 5e-4))
+        tensors = {
+            codes_name: nibbles(codes),
+            "weight_scale": torch.from_numpy(stored).view(torch.float8_e4m3fn),
+            whole_name: torch.tensor([whole]) if divides else torch.tensor(whole),
+            "input_global_scale" if divides else "input_scale": torch.tensor([3.0]),
+        }
+        return tensors, _fp4_value(codes, scales / whole if divides else scales * whole, 16)
+
+    return pack
+
+
+def nibbles(values: np.ndarray) -> torch.Tensor:
+    """Pack pairs of the last dimension into bytes, the first value in the low bits."""
+    return torch.from_numpy((values[..., ::2] | values[..., 1::2] << 4).astype(np.uint8))
+
+
+def _fp4_value(codes: np.ndarray, scales: np.ndarray, group_size: int) -> np.ndarray:
+    """Decode e2m1 as the OCP Microscaling specification defines it: bias 1, no infinities or NaN."""
+    sign, exponent, fraction = 1 - 2 * (codes >> 3), codes >> 1 & 3, codes & 1
+    values = sign * np.where(exponent == 0, fraction / 2, (1 + fraction / 2) * 2.0 ** (exponent - 1))
+    return values.astype(np.float32) * scales.repeat(group_size, -1)
+
+
 def _e4m3(code: int) -> float:
     """Decode e4m3 as the OCP 8-bit floating point specification defines it: bias 7, no infinities."""
     sign, exponent, fraction = (-1) ** (code >> 7), code >> 3 & 15, code & 7

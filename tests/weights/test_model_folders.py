@@ -29,6 +29,8 @@ from tests.weights.packers import (
     fp8,
     gptq,
     int_quantized,
+    mxfp4,
+    nvfp4,
     pack_pair,
     pack_quantized,
     write_pair,
@@ -52,7 +54,10 @@ LINEAR = ["Linear"]
 W8A8 = group("int-quantized", 8, "channel", LINEAR) | {"input_activations": TOKEN}
 ORDERED = group("pack-quantized", 4, "group", LINEAR, group_size=32, symmetric=True, actorder="group")
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
-WHOLE: dict[str, tuple[dict[str, Any], Pack, str]] = {
+NVFP4 = group("nvfp4-pack-quantized", 4, "tensor_group", LINEAR, type="float", group_size=16)
+FP4_INPUTS = {"input_activations": NVFP4["weights"] | {"dynamic": "local"}}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"}}
+WHOLE: dict[str, tuple[dict[str, Any], Pack | None, str]] = {
     "awq gemm": (AWQ | {"group_size": 64, "zero_point": True}, awq_gemm(64, True), "AWQ int4, groups of 64"),
     "awq gemm, symmetric": (
         AWQ | {"group_size": 32, "zero_point": False}, awq_gemm(32, False), "AWQ int4, groups of 32"),
@@ -75,7 +80,7 @@ WHOLE: dict[str, tuple[dict[str, Any], Pack, str]] = {
         compressed(ORDERED), pack_quantized(4, 32, True, ordered=True), "compressed-tensors int4, groups of 32"),
     "compressed w8a8": (
         compressed(W8A8), int_quantized(True),
-        "compressed-tensors int8, a scale for each output, activations not in 8 bits"),
+        "compressed-tensors int8, a scale for each output, activations not quantized"),
     "compressed fp8, naive": (
         compressed(group("naive-quantized", 8, "channel", LINEAR, type="float")),
         fp8(None, "weight_scale", per_output=True), "compressed-tensors fp8 (e4m3)"),
@@ -85,12 +90,26 @@ WHOLE: dict[str, tuple[dict[str, Any], Pack, str]] = {
     "compressed fp8": (
         compressed(group("float-quantized", 8, "block", LINEAR, block_structure=[64, 32])),
         fp8((64, 32), "weight_scale"), "compressed-tensors fp8 (e4m3), blocks of 64x32"),
+    "compressed nvfp4": (
+        compressed(NVFP4 | FP4_INPUTS), nvfp4("weight_packed", "weight_global_scale", divides=True),
+        "compressed-tensors nvfp4, groups of 16, activations not quantized"),
+    "compressed mxfp4": (
+        compressed(group("mxfp4-pack-quantized", 4, "group", LINEAR, type="float", group_size=32)), mxfp4(),
+        "compressed-tensors mxfp4, groups of 32"),
+    "modelopt nvfp4": (
+        MODELOPT | {"quant_algo": "W4A16_NVFP4"}, nvfp4("weight", "weight_scale_2", divides=False),
+        "Model Optimizer nvfp4, groups of 16"),
+    "modelopt fp8": (
+        MODELOPT | {"quant_algo": "FP8"}, fp8(None, "weight_scale"),
+        "Model Optimizer fp8 (e4m3), activations not quantized"),
+    "mxfp4 without experts": (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, None, "mxfp4 experts, groups of 32"),
     "fp8, blocks": (
         FP8 | {"weight_block_size": [128, 128]}, fp8((128, 128), "weight_scale_inv"),
-        "fp8 (e4m3), blocks of 128x128, activations not in 8 bits"),
+        "fp8 (e4m3), blocks of 128x128, activations not quantized"),
     "fp8, whole": (
         FP8 | {"activation_scheme": "static"}, fp8(None, "weight_scale"),
-        "fp8 (e4m3), activations not in 8 bits"),
+        "fp8 (e4m3), activations not quantized"),
 }  # fmt: skip
 
 
@@ -183,7 +202,13 @@ def test_in_bfloat16_the_same_checkpoints_are_served(tmp_path: Path) -> None:
     from pipeline import Engine, EngineConfig
 
     prompt = np.random.default_rng(3).integers(0, VOCAB, 40).tolist()
-    for name in ("awq gemm", "gptq in order of activation", "gptq int8 in order of activation", "fp8, blocks"):
+    for name in (
+        "awq gemm",
+        "gptq in order of activation",
+        "gptq int8 in order of activation",
+        "fp8, blocks",
+        "modelopt nvfp4",
+    ):
         quantization, pack, _ = WHOLE[name]
         folder = tmp_path / name.replace(" ", "-")
         folder.mkdir()
@@ -198,8 +223,8 @@ def test_in_bfloat16_the_same_checkpoints_are_served(tmp_path: Path) -> None:
 def test_what_is_known_of_a_format_without_its_weights(tmp_path: Path) -> None:
     from pipeline.engine.startup.memory import weight_bytes
 
-    sizes = {}
-    for name in ("gptq", "gptq v2, int8, one group", "fp8, blocks"):
+    sizes, gpu = {}, torch.device("cuda")
+    for name in ("gptq", "gptq v2, int8, one group", "fp8, blocks", "compressed nvfp4"):
         folder = tmp_path / name.replace(" ", "-")
         folder.mkdir()
         quantized, _ = write_pair(folder, WHOLE[name][0], lambda stem: None)
@@ -208,4 +233,8 @@ def test_what_is_known_of_a_format_without_its_weights(tmp_path: Path) -> None:
         linears = weight_bytes(config, torch.device("cpu"), torch.float32) - embeddings
         sizes[name] = linears / config.num_linear_parameters()
         assert config.quantization is not None
-    assert sizes == {"gptq": 0.75, "gptq v2, int8, one group": 1.0, "fp8, blocks": 1.0625}
+        is_dense = weight_bytes(config, gpu, torch.bfloat16, keeps_dense=False) == 2 * config.num_parameters()
+        assert is_dense == (name != "gptq"), "only 4-bit integers stay quantized"
+    assert sizes == {
+        "gptq": 0.75, "gptq v2, int8, one group": 1.0, "fp8, blocks": 1.0625, "compressed nvfp4": 0.75,
+    }  # fmt: skip

@@ -12,7 +12,7 @@ from pipeline.errors import ModelError
 from pipeline.model.config import read_config
 from pipeline.quantize.recipe import check_plain
 from tests.model.test_load import edit_config, load
-from tests.weights.packers import CONFIG, Pack, awq_gemm, awq_gemv, gptq, pack_quantized, write_pair
+from tests.weights.packers import CONFIG, Pack, awq_gemm, awq_gemv, gptq, nvfp4, pack_quantized, write_pair
 
 AUTO_AWQ = {"zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "GEMM"}
 AUTO_GPTQ = {"bits": 4, "group_size": 32, "damp_percent": 0.01, "desc_act": False, "static_groups": False, "sym": True,
@@ -28,6 +28,11 @@ WRITTEN: dict[str, tuple[str, dict[str, Any], Pack]] = {
         "quantize_config.json",
         AUTO_GPTQ | {"bits": 8, "desc_act": True, "sym": False, "quant_method": "gptq", "checkpoint_format": "gptq"},
         gptq(8, 32, False, True, 1)),
+    "Model Optimizer nvfp4, groups of 16": (
+        "hf_quant_config.json",
+        {"producer": {"name": "modelopt"}, "quantization": {
+            "quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}},
+        nvfp4("weight", "weight_scale_2", divides=False)),
 }  # fmt: skip
 
 

@@ -13,8 +13,19 @@ from pipeline.weights.formats import READERS, read_format
 from pipeline.weights.packed import DenseWeight, LinearWeight
 from pipeline.weights.tensor_reader import StoredLinear, input_order
 from tests.model_folders import Named
-from tests.weights.packers import Pack, awq_gemm, awq_gemv, fp8, gptq, int_quantized, named, pack_quantized
-from tests.weights.test_model_folders import GPTQ, LINEAR, TOKEN, compressed, group
+from tests.weights.packers import (
+    Pack,
+    awq_gemm,
+    awq_gemv,
+    fp8,
+    gptq,
+    int_quantized,
+    mxfp4,
+    named,
+    nvfp4,
+    pack_quantized,
+)
+from tests.weights.test_model_folders import GPTQ, LINEAR, MODELOPT, NVFP4, TOKEN, compressed, group
 
 PATH = Path("config.json")
 SHAPE = (48, 64)
@@ -31,7 +42,11 @@ def weights(**change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, r"quant_method = None is not supported; expected one of awq, gptq, compressed-tensors, fp8, or a 16-"),
+        (
+            {},
+            "quant_method = None is not supported; expected one of awq, gptq, compressed-tensors, fp8, modelopt, mxfp4,"
+            " or a 16-",
+        ),
         (
             {"quant_method": "squeezellm"},
             "'squeezellm' is not supported: SqueezeLLM stores .*; expected one",
@@ -62,7 +77,14 @@ def weights(**change: Any) -> dict[str, Any]:
         (weights(num_bits=3), "weights.num_bits = 3"),
         (weights(type="float"), "weights.type = 'float'"),
         (weights(strategy="tensor_group"), "weights.strategy = 'tensor_group'"),
-        (compressed(group("nvfp4-pack-quantized", 4, "group", LINEAR)), "format = 'nvfp4-pack-quantized'"),
+        (weights(type="float") | {"config_groups": {"g": NVFP4 | {"format": "mixfp4"}}}, "format = 'mixfp4'"),
+        (compressed(NVFP4 | {"format": "mxfp4-pack-quantized"}), "weights.strategy = 'tensor_group'"),
+        (compressed(NVFP4 | {"weights": NVFP4["weights"] | {"group_size": 32}}), "weights.group_size = 32"),
+        (compressed(NVFP4 | {"weights": NVFP4["weights"] | {"type": "int"}}), "weights.type = 'int'"),
+        (MODELOPT | {"quant_algo": "MXFP8"}, "quant_algo = 'MXFP8': expected one of FP8, .*NVFP4"),
+        (MODELOPT | {"group_size": 32}, "group_size = 32"),
+        (MODELOPT | {"quantization": {"quant_algo": "NVFP4_AWQ"}}, "quantization.quant_algo = 'NVFP4_AWQ'"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": "x"}, "modules_to_not_convert = 'x'"),
         (compressed(group("float-quantized", 8, "group", LINEAR, group_size=128)), "weights.strategy = 'group'"),
         (compressed(group("float-quantized", 8, "block", LINEAR, block_structure=[0, 128])), "block_structure"),
         (FP8 | {"weight_block_size": [128, 1 << 40]}, "weight_block_size"),
@@ -86,7 +108,10 @@ FORMS: dict[str, tuple[dict[str, Any], Pack]] = {
     "int4": (INT4, pack_quantized(4, 32, False)),
     "int8": (compressed(group("int-quantized", 8, "channel", LINEAR, symmetric=False)), int_quantized(False)),
     "fp8": (FP8, fp8((32, 32), "weight_scale_inv")),
-}
+    "nvfp4": (compressed(NVFP4), nvfp4("weight_packed", "weight_global_scale", divides=True)),
+    "mxfp4": (
+        compressed(group("mxfp4-pack-quantized", 4, "group", LINEAR, type="float", group_size=32)), mxfp4()),
+}  # fmt: skip
 
 
 def packed(name: str) -> tuple[Any, Named, torch.Tensor]:
@@ -108,7 +133,8 @@ def check_refused(form: Any, tensors: Named, message: str = "", shape: tuple[int
 def test_sound_tensors_are_read_and_all_others_refused_by_name(name: str) -> None:
     form, tensors, dense = packed(name)
     assert torch.equal(read(form, tensors).dequantize(torch.float32), dense)
-    for key, tensor in tensors.items():
+    for key in [key for key in tensors if key.rpartition(".")[2] not in form.unused]:
+        tensor = tensors[key]
         check_refused(form, Named({other: tensors[other] for other in tensors if other != key}), r"\.\w+")
         wrong_tensors = [
             tensor.flatten()[:-1],
@@ -121,14 +147,19 @@ def test_sound_tensors_are_read_and_all_others_refused_by_name(name: str) -> Non
             wrong_tensors += [tensor.t(), tensor[:-1], tensor[:, :-1]]
         for wrong in wrong_tensors:
             check_refused(form, Named(tensors | {key: wrong}), r"\.")
-    if name in ("awq", "awq gemm", "gptq", "gptq 8", "int4"):
+    if name in ("awq", "awq gemm", "gptq", "gptq 8", "int4", "mxfp4"):
         check_refused(form, tensors, ": 72 inputs are not a multiple of the group size 32", (48, 72))
     for shape in ((48, 72), (47, 64), (48, 96), (1 << 40, 64), (48, 1 << 40)):
         check_refused(form, tensors, shape=shape)
     scale = next(key for key in tensors if "scale" in key)
     for broken in (float("nan"), float("inf")):
         scales = tensors[scale].clone()
-        scales.view(-1)[0] = broken
+        if scales.dtype == torch.uint8:
+            scales.view(-1)[0] = 255
+        elif scales.dtype == torch.float8_e4m3fn:  # has no infinity
+            scales.view(-1)[0] = float("nan")
+        else:
+            scales.view(-1)[0] = broken
         check_refused(form, Named(tensors | {scale: scales}), r"\.\w+: contains infinities")
 
 
@@ -224,4 +255,11 @@ def test_mutated_configs_are_read_or_refused() -> None:
             except ModelError:
                 refused += 1
     assert refused > 200
-    assert set(READERS) == {"awq", "gptq", "compressed-tensors", "fp8"}
+    assert set(READERS) == {"awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4"}
+
+
+@pytest.mark.parametrize("broken", [0.0, -1.0])
+def test_the_scale_of_a_whole_nvfp4_weight_is_positive(broken: float) -> None:
+    form, tensors, _ = packed("nvfp4")
+    tensors["a.q_proj.weight_global_scale"][0] = broken
+    check_refused(form, tensors, rf"\.weight_global_scale: is {broken}, expected a positive scale")

@@ -80,7 +80,7 @@ class LoadedModel:
         kind = "dense" if stored is None else str(stored)
         widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
         if stored is not None and stored.has_activations and not isinstance(linears, ActQuantLinears):
-            kind += ", activations not in 8 bits"
+            kind += ", activations not quantized"
         if widened:
             kind += f"; {widened} fused linears of several formats dequantized"
         if isinstance(linears, ActQuantLinears):

@@ -67,7 +67,8 @@ def weight_bytes(
     if config.quantization is None:
         return config.num_linear_parameters() * width + embeddings
     bits, group_size = config.quantization.bits, config.quantization.group_size
-    packed = bits / 8 + (8 / group_size if group_size is not None else 0)  # a float32 scale and zero point per group
+    per_group = 4 if config.quantization.has_codes else 8  # a float32 scale, and a zero point unless they are codes
+    packed = bits / 8 + (per_group / group_size if group_size is not None else 0)
     if dtype != torch.float32 and activation_dtype == "auto":  # quantized activations use the float32 form
         # The dense form for many tokens; formats other than 4-bit integers use it for few tokens too.
         if is_int4(config.quantization) and supports_int4_alone(dtype):

@@ -1,0 +1,74 @@
+"""Weights of experts: MXFP4 blocks of all experts in one tensor, as gpt-oss has them, and FP8 linears per expert."""
+
+import numpy as np
+import pytest
+import torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from pipeline.errors import ModelError
+from pipeline.weights.formats import read_format
+from pipeline.weights.fp4 import read_expert_blocks
+from pipeline.weights.packed import CodebookWeight, Fp8Weight
+from pipeline.weights.tensor_reader import StoredLinear
+from tests.model_folders import Named
+from tests.weights.packers import fp8, named
+from tests.weights.test_refusals import FP8, PATH
+
+E, N, K = 3, 6, 64
+PREFIX = "model.layers.0.mlp.experts"
+BLOCKS, SCALES = f"{PREFIX}.down_proj_blocks", f"{PREFIX}.down_proj_scales"
+
+
+def stored_experts() -> Named:
+    """Return blocks and scales with every byte and exponents over the whole range of float32."""
+    rng = np.random.default_rng(5)
+    blocks = rng.permutation(np.arange(E * N * K // 2) % 256).astype(np.uint8).reshape(E, N, K // 32, 16)
+    scales = np.linspace(1, 249, E * N * K // 32).astype(np.uint8).reshape(E, N, K // 32)
+    return Named({BLOCKS: torch.from_numpy(blocks), SCALES: torch.from_numpy(scales)})
+
+
+def read(tensors: Named, shape_NK: tuple[int, int] = (N, K), num_experts: int = E) -> list[CodebookWeight]:
+    return read_expert_blocks(StoredLinear(PREFIX, shape_NK, tensors), "down_proj", num_experts)
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_dequantizes() -> None:
+    tensors = stored_experts()
+    expected_EKN = convert_moe_packed_tensors(tensors[BLOCKS], tensors[SCALES], dtype=torch.float32)
+    found = read(tensors)
+    assert len(found) == E
+    for weight, expected_KN in zip(found, expected_EKN):
+        assert torch.equal(weight.dequantize(torch.float32), expected_KN.T)
+    bias_EN = torch.arange(E * N).view(E, N)
+    biased = read_expert_blocks(StoredLinear(PREFIX, (N, K), tensors), "down_proj", E, bias_EN)
+    assert [weight.bias_N.tolist() for weight in biased if weight.bias_N is not None] == bias_EN.tolist()
+
+
+def test_expert_blocks_that_do_not_fit_are_refused_by_name() -> None:
+    tensors = stored_experts()
+    nan = tensors[SCALES].clone()
+    nan[1, 2, 0] = 255
+    for name, wrong in ((BLOCKS, tensors[BLOCKS][:2]), (BLOCKS, tensors[BLOCKS].flatten(2)), (SCALES, nan),
+                        (BLOCKS, tensors[BLOCKS].to(torch.int32)), (SCALES, tensors[SCALES][:, 1:])):  # fmt: skip
+        with pytest.raises(ModelError, match=rf"^{name}: "):
+            read(Named(tensors | {name: wrong}))
+    with pytest.raises(ModelError, match=f"^{PREFIX}: 48 inputs are not a multiple of the group size 32"):
+        read(tensors, (N, 48))
+    with pytest.raises(ModelError, match=r"found \(3, 6, 2, 16\) torch.uint8, expected \(4, 6, 2, 16\)"):
+        read(tensors, num_experts=4)
+
+
+def test_the_other_linears_of_such_a_checkpoint_are_not_quantized() -> None:
+    form = read_format({"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, PATH)
+    weight_NK = torch.ones(4, 32, dtype=torch.bfloat16)
+    plain = form.read_linear(StoredLinear("a.q_proj", (4, 32), Named({"a.q_proj.weight": weight_NK})))
+    assert torch.equal(plain.dequantize(torch.bfloat16), weight_NK)
+
+
+@pytest.mark.parametrize("linear", ["gate_proj", "down_proj"])
+def test_fp8_blocks_of_an_expert(linear: str) -> None:
+    """Linears of one expert are read like any other."""
+    prefix, shape_NK = f"{PREFIX}.3.{linear}", (48, 80)
+    tensors, dense = fp8((32, 32), "weight_scale_inv")(np.random.default_rng(0), shape_NK)
+    weight = read_format(FP8, PATH).read_linear(StoredLinear(prefix, shape_NK, named(prefix, tensors)))
+    assert isinstance(weight, Fp8Weight)
+    assert torch.equal(weight.dequantize(torch.float32), torch.from_numpy(dense))
