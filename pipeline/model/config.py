@@ -15,7 +15,7 @@ from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
 from pipeline.model.rope import Rope
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
 from pipeline.weights.config_fields import Fields
-from pipeline.weights.formats import QuantFormat, is_int4, read_format
+from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4, read_format
 
 StoredParts = list[tuple[str, int, int]]
 """Linears of a checkpoint: name, outputs, inputs."""
@@ -136,10 +136,13 @@ class ModelConfig:
 
     def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
         """Return the form of the linears for the cost model: 4-bit integers stay packed, all others are computed in 16
-        bits; with fp8 activations, quantized weights are one byte each."""
+        bits; with fp8 activations, quantized weights are one byte each. Experts stay as `bytes_on_gpu` says."""
         if self.quantization is None:
             return DENSE
-        form, group_size = AWQ if is_int4(self.quantization) else DENSE, self.quantization.group_size
+        form = replace(AWQ if is_int4(self.quantization) else DENSE, expert_bytes=bytes_on_gpu(self.quantization))
+        if has_only_experts(self.quantization):
+            return form
+        group_size = self.quantization.group_size
         fp8 = activation_dtype.startswith("fp8")
         if fp8 or form.int4:
             return replace(form, group_size=group_size or self.hidden_size, fp8=fp8)

@@ -19,6 +19,7 @@ from pipeline.kernels.contract import Norm
 from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import ExpertSpec, LayerSpec
 from pipeline.model.rotation import rotary_order
+from pipeline.weights.fp4 import Mxfp4Format, read_expert_blocks
 from pipeline.weights.packed import DenseWeight, ExpertWeights, LinearWeight, concatenate, select_outputs
 from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
@@ -292,6 +293,10 @@ class WeightReader:
     def _packed(self, name: str, shape_ENK: tuple[int, int, int]) -> list[LinearWeight]:
         num_experts, outputs, inputs = shape_ENK
         bias_EN = self._copied(f"{name}_bias", (num_experts, outputs))
+        if isinstance(self.config.quantization, Mxfp4Format):
+            prefix, _, linear = name.rpartition(".")
+            stored = StoredLinear(prefix, (outputs, inputs), self.checkpoint)
+            return [*read_expert_blocks(stored, linear, num_experts, bias_EN)]
         stored_EKN = self.checkpoint.read_float(name, (num_experts, inputs, outputs))
         return [DenseWeight(stored_KN.t(), bias_N) for stored_KN, bias_N in zip(stored_EKN, bias_EN, strict=True)]
 

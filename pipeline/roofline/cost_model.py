@@ -175,7 +175,7 @@ class Weights:
 
 
 DENSE = Weights(int4=False)
-AWQ = Weights(int4=True)
+AWQ = Weights(int4=True, expert_bytes=0.5 + 4 / 128)
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,10 @@ class Scheme:
     has_activations: bool
     targets: "Modules"
 
+    @property
+    def has_int8(self) -> bool:
+        return self.bits == 8 and self.format in (PACKED, INTEGERS)
+
 
 @dataclass(frozen=True)
 class Modules:

@@ -12,7 +12,10 @@ from pipeline.weights.fp8 import Fp8Format
 from pipeline.weights.gptq import GptqFormat
 from pipeline.weights.modelopt import ModelOptFormat
 from pipeline.weights.packed import LinearWeight
+from pipeline.weights.round_to_nearest import RoundToNearest
 from pipeline.weights.tensor_reader import StoredLinear
+
+BLOCK = 128  # on a GPU, scales cover at most this many inputs
 
 
 class QuantFormat(Protocol):
@@ -66,6 +69,23 @@ _REFUSED = {
 def is_int4(quantization: QuantFormat | None) -> bool:
     """Return whether linears are 4-bit integers, for which there are kernels."""
     return quantization is not None and quantization.bits == 4 and not quantization.has_codes
+
+
+def has_only_experts(quantization: QuantFormat | None) -> bool:
+    """Return whether all linears but those of experts are in 16 bits."""
+    return isinstance(quantization, Mxfp4Format)
+
+
+def bytes_on_gpu(quantization: QuantFormat | None) -> float:
+    """Return the bytes of an expert's weight on a GPU, including its share of the scales. The products of experts read
+    4-bit integers, e4m3 and e2m1 as stored; other weights are widened to 16 bits."""
+    match quantization:
+        case None | RoundToNearest(method="nf4" | "int8") | GptqFormat(desc_act=True) | GptqFormat(bits=8):
+            return 2.0
+        case CompressedFormat() if any(scheme.has_int8 for scheme in quantization.schemes):
+            return 2.0
+        case _:
+            return quantization.bits / 8 + 4 / (quantization.group_size or BLOCK)
 
 
 def read_format(config: dict[str, Any], path: Path) -> QuantFormat:

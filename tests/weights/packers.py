@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.model_folders import Family, Named, small_config, write_checkpoint, write_tokenizer
 
@@ -250,11 +251,37 @@ def pack_pair(
     config = json.loads((plain / "config.json").read_text())
     folders = folder, folder.with_name(f"{folder.name}-dense")
     for path, content, extra in zip(folders, (packed, dense), ({"quantization_config": quantization}, {})):
-        path.mkdir()
-        save_file({key: tensor.contiguous() for key, tensor in content.items()}, path / "model.safetensors")
-        (path / "config.json").write_text(json.dumps(config | extra))
-        write_tokenizer(path)
+        write_folder(path, content, config | extra)
     return folders
+
+
+def mxfp4_experts(plain: Path, folder: Path, seed: int) -> tuple[Path, Path]:
+    """Write `folder` with the packed experts of the gpt-oss checkpoint `plain` as random MXFP4 blocks, and its dense
+    twin `folder`-dense."""
+    rng = np.random.default_rng(seed)
+    packed: dict[str, torch.Tensor] = {}
+    for shard in sorted(plain.glob("*.safetensors")):
+        packed |= load_file(shard)
+    dense = dict(packed)
+    for name in [name for name in packed if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = packed.pop(name).shape
+        blocks = rng.integers(0, 256, (experts, outputs, inputs // 32, 16), dtype=np.uint8)
+        scales = rng.integers(123, 126, blocks.shape[:3], dtype=np.uint8)
+        packed |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(scales)}
+        stored = packed[f"{name}_blocks"], packed[f"{name}_scales"]
+        dense[name] = convert_moe_packed_tensors(*stored, dtype=torch.float32)
+    quantization = {"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}
+    folders = folder, folder.with_name(f"{folder.name}-dense")
+    for path, content, extra in zip(folders, (packed, dense), (quantization, {})):
+        write_folder(path, content, json.loads((plain / "config.json").read_text()) | extra)
+    return folders
+
+
+def write_folder(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
+    path.mkdir()
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(config))
+    write_tokenizer(path)
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "version": "gemm", "modules_to_not_convert": None}

@@ -30,6 +30,7 @@ from tests.weights.packers import (
     gptq,
     int_quantized,
     mxfp4,
+    mxfp4_experts,
     nvfp4,
     pack_pair,
     pack_quantized,
@@ -148,6 +149,13 @@ def test_each_family_with_quantized_weights(family: Family, name: str, tmp_path:
         config["layer_types"] = config["layer_types"][:1]
     plain = write_checkpoint(tmp_path / "plain", family, config, seed=4)
     check(*pack_pair(plain, tmp_path / "quantized", quantization, lambda stem: pack, seed=7), weights)
+
+
+def test_experts_in_mxfp4(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == "gpt-oss")
+    config = small_config(64, 96, 2, 4, 2, initializer_range=0.2) | family.options
+    plain = write_checkpoint(tmp_path / "plain", family, config, seed=4)
+    check(*mxfp4_experts(plain, tmp_path / "quantized", seed=7), "mxfp4 experts, groups of 32")
 
 
 def test_modules_not_converted_and_mixed_ones_are_fused_as_they_are(tmp_path: Path) -> None:

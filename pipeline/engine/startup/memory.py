@@ -12,9 +12,9 @@ from pipeline.kernels.select import supports_int4_alone
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.machine.cgroup import memory_limit
 from pipeline.model.config import ModelConfig
-from pipeline.roofline.cost_model import Ceilings, DecoderSize, Weights
+from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
-from pipeline.weights.formats import is_int4
+from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
 MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
@@ -52,16 +52,16 @@ def weight_bytes(
     keeps_dense: for 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: all quantized linears take the
     form for these activations; fp8 on a GPU takes a byte per weight and a float32 scale per group.
     """
+    experts = config.size.expert_parameters
+    linears = config.num_linear_parameters() - experts
+    only_experts = has_only_experts(config.quantization)
     if device.type != "cpu":
-        dense = config.num_parameters() * dtype.itemsize
-        if activation_dtype.startswith("fp8") and config.quantization is not None:
-            per_group = 4 / config.quantization.group_size if config.quantization.group_size is not None else 0
-            return dense - int(config.num_linear_parameters() * (dtype.itemsize - 1 - per_group))
-        if config.quantization is None or not is_int4(config.quantization):
-            return dense
-        group_size = min(config.quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)
-        packed = int(config.num_linear_parameters() * (0.5 + 4 / group_size))  # a 16-bit scale and zero point each
-        return packed + dense - (0 if keeps_dense else config.num_linear_parameters() * dtype.itemsize)
+        embeddings = (config.num_parameters() - linears - experts) * dtype.itemsize
+        form = None if only_experts else config.quantization
+        packed = _linear_bytes_on_gpu(form, dtype, keeps_dense, activation_dtype)
+        expert_bytes = bytes_on_gpu(config.quantization)
+        expert_bytes = dtype.itemsize if expert_bytes == DENSE_BYTES else expert_bytes
+        return embeddings + int(linears * packed) + int(experts * expert_bytes)
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
     embeddings = 2 * config.vocab_size * config.hidden_size * width  # a lookup table and a linear, tied or not
     if config.quantization is None:
@@ -75,7 +75,20 @@ def weight_bytes(
             packed = 0.5 + (3 / group_size if group_size is not None else 0)  # a float16 scale and a byte
         else:
             packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
+    if only_experts:
+        return int(experts * packed) + linears * width + embeddings
     return int(config.num_linear_parameters() * packed) + embeddings
+
+
+def _linear_bytes_on_gpu(
+    quantization: QuantFormat | None, dtype: torch.dtype, keeps_dense: bool, activation_dtype: str
+) -> float:
+    if activation_dtype.startswith("fp8") and quantization is not None:
+        return 1 + (4 / quantization.group_size if quantization.group_size is not None else 0)
+    if quantization is None or not is_int4(quantization):
+        return dtype.itemsize
+    group_size = min(quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)
+    return 0.5 + 4 / group_size + (dtype.itemsize if keeps_dense else 0)  # a 16-bit scale and zero point each
 
 
 def release_cached_memory() -> None:
