@@ -158,7 +158,7 @@ def tile_for(
     experts' pairs fit one tile, so that a weight is read or unpacked once.
     """
     is_dense = weights.form == "dense"
-    max_tokens = 128 if target.has_wgmma and weights.form in ("dense", "e2m1") else 64
+    max_tokens = 128 if target.has_wgmma and weights.form != "int4" else 64
     expected = int(_CROWDING * num_pairs / weights.num_experts)
     tokens = _FIXED_TOKENS if is_fixed else min(max_tokens, power_of_two(max(1, expected), 16))
     depth = weights.group_size if weights.form == "int4" else 128

@@ -2,12 +2,13 @@
 
 Words have the order of `linear/int4.py`, so that codes become the left operand of a product in registers. A code's sign
 and its other bits move to the sign, exponent and mantissa of a 16-bit float: in bfloat16 e4m3's are s0000eeeemmm0000,
-in float16 s0eeeemmm0000000. That float is the value times a power of two, also if it is subnormal; one product undoes
-it. The conversion is exact (after Lin et al. 2024, "QServe", and Frantar et al. 2024, "MARLIN").
+in float16 s0eeeemmm0000000. That float is the value over a power of two (`POWERS`), also if it is subnormal, so the
+conversion is exact (after Frantar et al. 2024, "MARLIN").
 
-e4m3 has a float32 scale per output and block of 128 inputs, applied after the block's dot product. e2m1 has a scale
-per output and 16 or 32 inputs. It multiplies the weight in registers, and the result is rounded once, as
-`CodebookWeight.dequantize` rounds it: in the products' type if that represents the scales exactly, else in float32.
+e4m3 is multiplied by the power in registers; its scale, float32 per output and block of 128 inputs, is applied after
+the block's dot product. e2m1 has a scale per output and 16 or 32 inputs, which is stored times the power. It multiplies
+the code's float in registers, and the result is rounded once, as `CodebookWeight.dequantize` rounds it: in the
+products' type if that represents the scales exactly, else in float32.
 
 Suffixes as in `linear/int4.py`: N outputs, K inputs, M tokens, B blocks, W words, L threads, Q quarters, G groups.
 """
@@ -25,6 +26,9 @@ from pipeline.kernels.triton.linear.int4 import in_order, pairs_in_order
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 """Values of the codes of e2m1 (OCP Microscaling Formats Specification 1.0)."""
+
+POWERS = {torch.bfloat16: 126, torch.float16: 14, torch.float32: 14}
+"""Exponent of the power of two, for e2m1 and the products' type."""
 
 _INTERPRETED: tl.constexpr = tl.constexpr(bool(knobs.runtime.interpret))  # without PTX
 _SIGNS: tl.constexpr = tl.constexpr(-0x7FFF8000)  # 0x80008000
@@ -46,37 +50,48 @@ def _bits(top, BITS: tl.constexpr, dtype: tl.constexpr):
 @triton.jit
 def _times(pair, factor, dtype: tl.constexpr):
     """Multiply two pairs of 16-bit floats. Bfloat16 has no product before sm_90, so it is a sum with -0."""
-    if dtype == tl.bfloat16:
-        ASM: tl.constexpr = "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $2, zero; }"
-    else:
-        ASM: tl.constexpr = "mul.rn.f16x2 $0, $1, $2;"
-    return tl.inline_asm_elementwise(ASM, "=r,r,r", [pair, factor], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "fma.rn.bf16x2 $0, $1, $2, $3;" if dtype == tl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;",
+        "=r,r,r,r",
+        [pair, factor, tl.full(pair.shape, _SIGNS, tl.int32)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @triton.jit
 def _times_float32(pair, factor, dtype: tl.constexpr):
     """Multiply a pair of 16-bit floats by a float32, and round once."""
     if dtype == tl.bfloat16:
-        ASM: tl.constexpr = """{ .reg .b32 low, high; .reg .f32 a, b;
-            shl.b32 low, $1, 16; and.b32 high, $1, 0xFFFF0000; mov.b32 a, low; mov.b32 b, high;
-            mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; cvt.rn.bf16x2.f32 $0, b, a; }"""
+        ASM: tl.constexpr = """{
+            .reg .b32 low, high;
+            shl.b32 low, $1, 16;
+            and.b32 high, $1, 0xFFFF0000;
+            mul.rn.f32 low, low, $2;
+            mul.rn.f32 high, high, $2;
+            cvt.rn.bf16x2.f32 $0, high, low;
+        }"""
     else:
-        ASM: tl.constexpr = """{ .reg .b16 low, high; .reg .f32 a, b;
-            mov.b32 {low, high}, $1; cvt.f32.f16 a, low; cvt.f32.f16 b, high;
-            mul.rn.f32 a, a, $2; mul.rn.f32 b, b, $2; cvt.rn.f16x2.f32 $0, b, a; }"""
+        ASM: tl.constexpr = """{
+            .reg .b16 half_low, half_high;
+            .reg .b32 low, high;
+            mov.b32 {half_low, half_high}, $1;
+            cvt.f32.f16 low, half_low;
+            cvt.f32.f16 high, half_high;
+            mul.rn.f32 low, low, $2;
+            mul.rn.f32 high, high, $2;
+            cvt.rn.f16x2.f32 $0, high, low;
+        }"""
     return tl.inline_asm_elementwise(ASM, "=r,r,f", [pair, factor], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _pair(top, scale, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Return the values of two codes at the top of each half of a word, times `scale` unless it is None."""
-    if BITS == 4:
-        POWER: tl.constexpr = 0x7E807E80 if dtype == tl.bfloat16 else 0x74007400
-    else:
-        POWER: tl.constexpr = 0x7B807B80 if dtype == tl.bfloat16 else 0x5C005C00
-    pair = _times(_bits(top, BITS, dtype), tl.full(top.shape, POWER, tl.int32), dtype)
-    if scale is None:
-        return pair
+    """Return the values of two codes at the top of each half of a word; of e2m1 times a scale, given times the power."""
+    pair = _bits(top, BITS, dtype)
+    if BITS == 8:
+        return _times(pair, tl.full(top.shape, 0x7B807B80 if dtype == tl.bfloat16 else 0x5C005C00, tl.int32), dtype)
     elif scale.dtype == dtype:
         bits = scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         return _times(pair, bits | (bits << 16), dtype)
@@ -86,10 +101,10 @@ def _pair(top, scale, BITS: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _half(top, scale, HALF: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Do the same as `_pair` for one half of a word, without PTX."""
+    """Do the same as `_pair` for one half of a word, without PTX. The power is that of float16."""
     bits = (_bits(top, BITS, tl.float16) >> (16 * HALF)) & 0xFFFF
-    value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * (16384.0 if BITS == 4 else 256.0)
-    return (value if scale is None else value * scale.to(tl.float32)).to(dtype)
+    value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (value * (256.0 if BITS == 8 else scale.to(tl.float32))).to(dtype)
 
 
 @triton.jit

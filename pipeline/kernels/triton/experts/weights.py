@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.triton.experts.minifloat import E2M1
+from pipeline.kernels.triton.experts.minifloat import E2M1, POWERS
 from pipeline.kernels.triton.launch import CompileTarget
 from pipeline.kernels.triton.linear.int4 import (
     BLOCK,
@@ -38,7 +38,7 @@ class GroupedWeights:
     """Weights of one linear of all experts.
 
     form, value and scale: "dense", (E, N, K), None; "int4", the words and groups of `TiledInt4`, (E, B, N, W) and
-    (E, C, N, G, 2); "e4m3", words (E, B, N, W) and float32 scales (E, B, N); "e2m1", words and scales (E, B, N, G).
+    (E, C, N, G, 2); "e4m3", words (E, B, N, W) and float32 scales (E, B, N); "e2m1", words and scales times the power of `minifloat.py`, (E, B, N, G).
     group_size: inputs that share a scale, up to a block. adjacent: order of words, see `linear/int4.py`.
     """
 
@@ -143,7 +143,9 @@ def _e4m3(weight: Fp8Weight, device: torch.device, adjacent: int) -> tuple[torch
 
 
 def _is_e2m1(weight: CodebookWeight) -> bool:
-    return weight.group_size in (16, 32) and torch.equal(weight.codebook_C.cpu(), E2M1)
+    """Return whether the codes are e2m1, and scales times the power (`POWERS`) are finite."""
+    is_small = bool((weight.scales_NG.abs() <= 2).all())
+    return weight.group_size in (16, 32) and is_small and torch.equal(weight.codebook_C.cpu(), E2M1)
 
 
 def _e2m1(
@@ -151,7 +153,7 @@ def _e2m1(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     code_NK = _padded(weight.code_NK.to(device))
     per_block = BLOCK // weight.group_size
-    scale_NG = weight.scales_NG.to(device, torch.float32)
+    scale_NG = weight.scales_NG.to(device, torch.float32) * 2.0 ** POWERS[dtype]
     is_exact = torch.equal(scale_NG.to(dtype).to(torch.float32), scale_NG)
     scale_NG = scale_NG.to(dtype) if is_exact else narrowest(scale_NG)
     scale_NG = F.pad(scale_NG, (0, code_NK.shape[1] // weight.group_size - scale_NG.shape[1]))

@@ -1,5 +1,7 @@
 """Routing and expert layers against plain torch, in each form of weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -204,13 +206,14 @@ def test_torchs_grouped_product_agrees() -> None:
         ("int4, groups of 32", {"input_order_K": torch.arange(64)}),
         ("int4, groups of 32", {"bits": 8}),
         ("fp8, blocks", {"block": (32, 32)}),
+        ("fp8, blocks", {"value_NK": torch.full((64, 64), float("nan")).to(torch.float8_e4m3fn)}),
         ("mxfp4", {"codebook_C": torch.arange(16.0)}),
+        ("mxfp4", {"scales_NG": torch.full((64, 2), 4.0)}),
+        ("mxfp4", {"group_size": 64, "scales_NG": torch.ones(64, 1)}),
     ],
-    ids=["order of inputs", "8 bits", "small blocks", "another codebook"],
+    ids=["order of inputs", "8 bits", "small blocks", "NaN", "another codebook", "large scales", "groups of 64"],
 )
 def test_unsupported_weights_are_left_to_the_loop(form: str, change: dict) -> None:
-    from dataclasses import replace
-
     weights = random_experts(form, 2, 64, 64)
     assert prepare_experts(weights, "silu", torch.float32, DEVICE) is not None
     odd = replace(weights.down[1], **change)
