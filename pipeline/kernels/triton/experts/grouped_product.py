@@ -26,7 +26,7 @@ from pipeline.kernels.triton.experts.minifloat import sum_of_blocks
 from pipeline.kernels.triton.experts.pairs import Pairs
 from pipeline.kernels.triton.experts.weights import GroupedWeights
 from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
-from pipeline.kernels.triton.linear.int4 import CHUNK, sum_of_chunks
+from pipeline.kernels.triton.linear.int4 import sum_of_chunks
 
 _FIXED_TOKENS = 64
 _CROWDING = 1.5  # rows of a tile over the mean number of rows of an expert: most experts need one tile then
@@ -158,13 +158,14 @@ def tile_for(
     experts' pairs fit one tile, so that a weight is read or unpacked once.
     """
     is_dense = weights.form == "dense"
-    max_tokens = 128 if target.has_wgmma and weights.form != "int4" else 64
+    # Sums of a dot product before its scale take as many registers as all sums: wider tiles do not fit.
+    max_tokens = 128 if is_dense or (target.has_wgmma and weights.form != "int4") else 64
     expected = int(_CROWDING * num_pairs / weights.num_experts)
     tokens = _FIXED_TOKENS if is_fixed else min(max_tokens, power_of_two(max(1, expected), 16))
     depth = weights.group_size if weights.form == "int4" else 128
     if dtype.itemsize > 2:
         return GroupedTile(64, min(tokens, 64), 32 if is_dense else depth, 8, 2)
-    if target.has_wgmma:
+    if is_dense or target.has_wgmma:
         outputs, num_warps = (64, 4) if tokens <= 16 else (128, 8)
     else:  # more outputs of the same tokens do not fit into registers
         outputs, num_warps = 64, 8 if tokens == 64 else 4

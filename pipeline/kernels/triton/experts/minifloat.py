@@ -88,7 +88,8 @@ def _times_float32(pair, factor, dtype: tl.constexpr):
 
 @triton.jit
 def _pair(top, scale, BITS: tl.constexpr, dtype: tl.constexpr):
-    """Return the values of two codes at the top of each half of a word; of e2m1 times a scale, given times the power."""
+    """Return the values of two codes at the top of each half of a word. Those of e2m1 are multiplied by `scale`, which
+    is stored times the power."""
     pair = _bits(top, BITS, dtype)
     if BITS == 8:
         return _times(pair, tl.full(top.shape, 0x7B807B80 if dtype == tl.bfloat16 else 0x5C005C00, tl.int32), dtype)

@@ -38,7 +38,7 @@ class GroupedWeights:
     """Weights of one linear of all experts.
 
     form, value and scale: "dense", (E, N, K), None; "int4", the words and groups of `TiledInt4`, (E, B, N, W) and
-    (E, C, N, G, 2); "e4m3", words (E, B, N, W) and float32 scales (E, B, N); "e2m1", words and scales times the power of `minifloat.py`, (E, B, N, G).
+    (E, C, N, G, 2); "e4m3" and "e2m1", words and scales of `minifloat.py`, (E, B, N, W) and (E, B, N) or (E, B, N, G).
     group_size: inputs that share a scale, up to a block. adjacent: order of words, see `linear/int4.py`.
     """
 
@@ -162,4 +162,3 @@ def _e2m1(
 
 def _padded(code_NK: torch.Tensor) -> torch.Tensor:
     return F.pad(code_NK, (0, -code_NK.shape[1] % BLOCK))
-

@@ -300,7 +300,7 @@ class TiledInt4:
         """Repack on `device`, which temporarily takes 5 bytes per weight. Requires `serves`. The default for `adjacent`
         is that of the device's products."""
         adjacent = adjacent or adjacent_inputs(CompileTarget.from_device(device))
-        num_outputs, num_inputs = weight.q_NK.shape
+        num_inputs = weight.in_features
         missing = -num_inputs % CHUNK
         q_NK = torch.nn.functional.pad(weight.q_NK.to(device), (0, missing))
         scale_NG = narrowest(weight.scales_NG.to(device))

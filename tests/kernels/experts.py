@@ -1,8 +1,7 @@
-"""Random weights of experts in each form that the grouped product supports. Suffixes as in `weights/packed.py`."""
+"""Random weights of experts in each form that GPU kernels support. Suffixes as in `weights/packed.py`."""
 
 import torch
 
-from pipeline.kernels.triton.experts.minifloat import E2M1
 from pipeline.weights.packed import (
     CodebookWeight,
     DenseWeight,
@@ -13,6 +12,9 @@ from pipeline.weights.packed import (
 )
 
 FORMS = ("dense", "int4, groups of 128", "int4, groups of 32", "fp8, blocks", "fp8, outputs", "mxfp4", "nvfp4")
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 def random_linear(form: str, n: int, k: int, has_bias: bool, random: torch.Generator) -> LinearWeight:
