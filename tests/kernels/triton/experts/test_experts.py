@@ -10,7 +10,7 @@ from pipeline.kernels.experts import LoopedExperts
 from pipeline.kernels.routing import Routing
 from pipeline.kernels.triton.experts.grouped_product import grouped_launch, tile_for
 from pipeline.kernels.triton.experts.layer import GroupedExperts, prepare_experts
-from pipeline.kernels.triton.experts.pairs import pairs_by_expert
+from pipeline.kernels.triton.experts.pairs import Pairs, assign_launch, pairs_by_expert
 from pipeline.kernels.triton.experts.route import route
 from pipeline.kernels.triton.experts.weights import GroupedWeights
 from pipeline.kernels.triton.kernel_set import triton_kernels
@@ -180,6 +180,24 @@ def test_pairs_without_an_expert_are_not_computed() -> None:
         assert torch.allclose(out_TN.cpu(), torch.stack(exact), atol=1e-5)
 
 
+def test_lists_hold_each_pair_once_and_tiles_end_with_them() -> None:
+    """Nothing is written before the first list, and what follows a list's end is not read."""
+    expert_P = torch.tensor([2, 0, -1, 2, 2, -1, 0], device=DEVICE)
+    count_E = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    pair_ET = torch.ones(4, 7, dtype=torch.int32, device=DEVICE)
+    pairs = Pairs(expert_P, 3, count_E[1:], pair_ET[1:])
+    assign_launch(pairs).run()
+    assert count_E.tolist() == [0, 2, 0, 3]
+    assert [sorted(row) for row in pair_ET.tolist()] == [[1] * 7, [1, 1, 1, 1, 1, 1, 6], [1] * 7, [0, 1, 1, 1, 1, 3, 4]]
+    weights = [DenseWeight(torch.full((20, 24), float(1 + each))) for each in range(3)]
+    target = CompileTarget.from_device(DEVICE)
+    stacked = GroupedWeights.stack(weights, torch.float32, DEVICE, target)
+    assert stacked is not None
+    out_PN = torch.zeros(7, 20, device=DEVICE)
+    grouped_launch(torch.ones(7, 24, device=DEVICE), stacked, pairs, 1, out_PN, target).run()
+    assert out_PN[:, 7].tolist() == [72.0, 24.0, 0.0, 72.0, 72.0, 0.0, 24.0]
+
+
 def test_torchs_grouped_product_agrees() -> None:
     grouped_mm = getattr(torch.nn.functional, "grouped_mm", None)
     if grouped_mm is None:
@@ -215,8 +233,9 @@ def test_torchs_grouped_product_agrees() -> None:
 def test_unsupported_weights_are_left_to_the_loop(form: str, change: dict) -> None:
     weights = random_experts(form, 2, 64, 64)
     assert prepare_experts(weights, "silu", torch.float32, DEVICE) is not None
-    mixed = replace(weights, down=(weights.down[0], replace(weights.down[1], **change)))
-    assert prepare_experts(mixed, "silu", torch.float32, DEVICE) is None
+    dense = random_experts("dense", 2, 64, 64).down
+    for down in (tuple(replace(each, **change) for each in weights.down), (weights.down[0], dense[1])):
+        assert prepare_experts(replace(weights, down=down), "silu", torch.float32, DEVICE) is None
 
 
 # -- steps
