@@ -105,7 +105,7 @@ def test_experts_are_different_and_weights_not_finite_for_logits_that_are_not(sc
 @DTYPES
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_weights(form: str, dtype: torch.dtype) -> None:
-    """Both linears have outputs and inputs that end within a tile."""
+    """Outputs and inputs of both linears end within a tile."""
     hidden, width = (160, 96) if form in ("dense", "fp8, outputs", "mxfp4", "nvfp4") else (384, 128)
     if form == "int4, groups of 32":
         hidden, width = 288, 160
@@ -168,7 +168,7 @@ def test_codes_of_small_floats_convert_exactly(form: str, adjacent: CompileTarge
 
 
 def test_pairs_without_an_expert_are_not_computed() -> None:
-    """As for adapters of which some rows have none."""
+    """Rows without an adapter have none."""
     weights = [DenseWeight(normal(20, 24 + each)[:, :24].contiguous()) for each in range(3)]
     stacked = GroupedWeights.stack(weights, torch.float32, DEVICE, CompileTarget.from_device(DEVICE))
     assert stacked is not None
