@@ -11,7 +11,7 @@ from pipeline.kernels.contract import Linear
 from pipeline.kernels.routing import Routing
 from pipeline.weights.packed import ExpertWeights, LinearWeight
 
-_SMALLEST_SUM = 1e-20  # of sigmoid scores, which may all be 0
+SMALLEST_SUM = 1e-20  # of sigmoid scores, which may all be 0
 
 
 def route(
@@ -30,7 +30,7 @@ def route(
     expert_TA = choice_TE.topk(routing.top_k, dim=-1).indices
     weight_TA = score_TE.gather(1, expert_TA)
     if routing.renormalize:
-        weight_TA = weight_TA / (weight_TA.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        weight_TA = weight_TA / (weight_TA.sum(-1, keepdim=True) + SMALLEST_SUM)
     return expert_TA, weight_TA * routing.scale
 
 

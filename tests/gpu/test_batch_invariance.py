@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from pipeline.kernels.contract import Kernels
+from pipeline.kernels.routing import Routing
 from pipeline.weights.packed import DenseWeight
 from tests.gpu.inputs import Heads, paged_step, random_int4
 from tests.gpu.targets import TARGETS, Target
+from tests.kernels.experts import FORMS, random_experts
 
 STEP = (1, 1, 4, 130, 40, 1), (1, 1300, 200, 130, 300, 65)  # tokens that sequences compute, and their contexts
 
@@ -56,7 +58,23 @@ def test_elementwise(target: Target) -> None:
     kernels, x_TH = target.kernels(deterministic=True), target.normal(2 * max(target.tokens), 2048)
     weight_H = target.normal(2048)
     assert is_invariant(target, lambda x: kernels.add_rms_norm(x, torch.ones_like(x), weight_H, 1e-5)[0], x_TH)
-    assert is_invariant(target, kernels.gate_mul, x_TH)
+    assert is_invariant(target, lambda x: kernels.gate_mul(x, "silu"), x_TH)
+
+
+@TARGETS
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_experts(target: Target, form: str) -> None:
+    kernels = target.kernels(deterministic=True)
+    if kernels.prepare_experts is None:
+        pytest.skip("this set has no kernel for all experts at once")
+    layer = kernels.prepare_experts(random_experts(form, 8, 512, 384), "silu")
+    assert layer is not None
+
+    def routed(x_TH: torch.Tensor) -> torch.Tensor:
+        return layer(x_TH, *kernels.route(x_TH[:, :8], Routing(2)))
+
+    assert is_invariant(target, routed, target.normal(2 * max(target.tokens), 512))
 
 
 @TARGETS

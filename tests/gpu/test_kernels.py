@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from pipeline.kernels.contract import InputKernels
+from pipeline.kernels.experts import LoopedExperts
 from pipeline.kernels.reference import reference_kernels
+from pipeline.kernels.routing import Routing
 from pipeline.weights.packed import DenseWeight, LinearWeight
 from tests.gpu.checks import FP8_CODE, TOLERANCES, fp8_tolerance, relative_error
 from tests.gpu.inputs import paged_step, random_int4, widened
 from tests.gpu.targets import TARGETS, Target
+from tests.kernels.experts import FORMS, random_experts
 
 EPS = 1e-5
 STEPS = {  # tokens that each sequence computes, its context, and tokens that all contexts begin with
@@ -55,6 +58,65 @@ def test_linears(target: Target) -> None:
         for tokens in target.tokens:
             x_TK = target.normal(tokens, weight.in_features)
             assert close(target, (ours(x_TK), its(x_TK.float()))), (name, tokens)
+
+
+@TARGETS
+@pytest.mark.parametrize("routing", [Routing(8), Routing(4, "sigmoid", scale=2.5)], ids=["softmax", "sigmoid"])
+@torch.inference_mode()
+def test_route(target: Target, routing: Routing) -> None:
+    kernels, exact = target.kernels(), reference_kernels(torch.float32, target.device)
+    for num_experts in (8, 60, 128, 512):
+        logits_TE, bias_E = target.normal(300, num_experts).float(), target.normal(num_experts).float()
+        for each in (kernels, exact):
+            assert [part.dtype for part in each.route(logits_TE, routing, bias_E)] == [torch.int64, torch.float32]
+        ours, its = (sorted_route(*each.route(logits_TE, routing, bias_E)) for each in (kernels, exact))
+        assert torch.equal(ours[0], its[0])
+        assert relative_error(ours[1], its[1]) < 1e-5
+
+
+def sorted_route(expert_TA: torch.Tensor, weight_TA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    expert_TA, order_TA = expert_TA.sort(dim=1)
+    return expert_TA, weight_TA.gather(1, order_TA)
+
+
+@TARGETS
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_experts(target: Target, form: str) -> None:
+    """Every tile, with experts of no, one and many tokens, and inputs that end within a block."""
+    kernels = target.kernels()
+    if kernels.prepare_experts is None:
+        pytest.skip("this set has no kernel for all experts at once")
+    exact = reference_kernels(torch.float32, target.device)
+    for activation, num_experts, hidden, width in (("silu", 16, 512, 384), ("clamped_swiglu", 4, 640, 256)):
+        weights = random_experts(form, num_experts, hidden, width, has_bias=num_experts == 4)
+        ours = kernels.prepare_experts(weights, activation)
+        its = LoopedExperts(weights, activation, exact.prepare_linear, exact.gate_mul)
+        assert ours is not None
+        for tokens in (*target.tokens, 1500):
+            x_TH = target.normal(tokens, hidden)
+            routed = exact.route(2 * target.normal(tokens, num_experts).float(), Routing(2))
+            error = relative_error(ours(x_TH, *routed), its(x_TH.float(), *routed))
+            assert error <= 2 * TOLERANCES[target.dtype], (activation, tokens)
+
+
+@TARGETS
+@torch.inference_mode()
+def test_captured_experts_serve_other_choices(target: Target) -> None:
+    kernels = target.kernels()
+    if kernels.prepare_experts is None or target.device.type != "cuda":
+        pytest.skip("captures need a card")
+    layer = kernels.prepare_experts(random_experts("dense", 16, 512, 384), "silu")
+    assert layer is not None
+    x_TH, logits_TE = target.normal(33, 512), target.normal(33, 16)
+    layer(x_TH, *kernels.route(logits_TE, Routing(2)))  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y_TH = layer(x_TH, *kernels.route(logits_TE, Routing(2)))
+    for _ in range(2):
+        logits_TE.copy_(logits_TE.roll(3, dims=1))
+        graph.replay()
+        assert torch.equal(y_TH, layer(x_TH, *kernels.route(logits_TE, Routing(2))))
 
 
 @TARGETS

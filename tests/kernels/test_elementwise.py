@@ -1,7 +1,6 @@
 """The elementwise kernels of the CPU and of Triton against the reference in float32."""
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +15,7 @@ from tests.kernels.triton.problems import DEVICE, TYPES, close
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
 CPU = torch.device("cpu")
+ACTIVATIONS = "silu", "gelu_tanh", "clamped_swiglu"
 SOUND_CODES = torch.arange(256, dtype=torch.uint8)[torch.arange(256) & 0x7F != 0x7F]
 
 
@@ -172,20 +172,19 @@ def test_a_token_without_a_slot_writes_nothing(kind: torch.dtype) -> None:
 
 
 @EACH
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gate_mul(activation: str, on: Served) -> None:
-    exact = torch.nn.functional.silu if activation == "silu" else partial(torch.nn.functional.gelu, approximate="tanh")
     for tokens in on.tokens:
         for width in (3, 64, 201, 1100):
             gate_up = (8 * torch.randn(tokens, 2 * width)).to(on.dtype)
             ours = on.kernels.gate_mul(gate_up.to(on.device), activation)
             assert ours.dtype == on.dtype
-            gate, up = gate_up.double().chunk(2, dim=1)
-            assert close(ours, (exact(gate) * up).float()), (tokens, width)
+            assert close(ours, reference.gate_mul(gate_up.double(), activation).float()), (tokens, width)
     gate = torch.tensor([[-1e30, -1000.0, -89.0, -88.0, -20.0, -1e-30, 0.0, 1e-30, 20.0, 88.0, 1000.0, 1e30]])
     if on.dtype == torch.float32:  # exp of some cannot be held
-        ours = on.kernels.gate_mul(torch.cat([gate, torch.ones_like(gate)], dim=1).to(on.device), activation).cpu()
-        assert torch.allclose(ours, exact(gate), atol=1e-6)
+        gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
+        ours = on.kernels.gate_mul(gate_up.to(on.device), activation).cpu()
+        assert torch.allclose(ours, reference.gate_mul(gate_up, activation), atol=1e-6)
 
 
 def test_gate_mul_of_the_reference() -> None:
@@ -194,6 +193,9 @@ def test_gate_mul_of_the_reference() -> None:
     inner = (2 / math.pi) ** 0.5 * (gate + 0.044715 * gate**3)
     assert torch.allclose(reference.gate_mul(gate_up, "gelu_tanh"), gate * (1 + inner.tanh()) / 2 * up, atol=1e-6)
     assert torch.allclose(reference.gate_mul(gate_up, "silu"), gate * gate.sigmoid() * up, atol=1e-6)
+    gate_up = torch.tensor([[9.0, -9.0, 1.0, -9.0, 9.0, 2.0]])  # two are clamped; a gate is not from below
+    expected = [7 / (1 + math.exp(-1.702 * 7)) * -6, -9 / (1 + math.exp(1.702 * 9)) * 8, 3 / (1 + math.exp(-1.702))]
+    assert torch.allclose(reference.gate_mul(gate_up, "clamped_swiglu"), torch.tensor([expected]), atol=1e-6)
 
 
 @EACH
@@ -204,7 +206,9 @@ def test_nan_stays_in_its_row_and_zero_rows_are_no_error(on: Served) -> None:
         x[1, 3] = broken
         x = x.to(on.device)
         norm, residual = on.kernels.add_rms_norm(x.clone(), torch.zeros_like(x), torch.ones_like(x[0]), 1e-5)
-        products = [on.kernels.gate_mul(x.clone(), activation) for activation in ("silu", "gelu_tanh")]
+        # The clamped gate and up are finite for infinity.
+        activations = ACTIVATIONS if math.isnan(broken) else ACTIVATIONS[:2]
+        products = [on.kernels.gate_mul(x.clone(), activation) for activation in activations]
         for found in (norm, residual, *products):
             assert torch.isfinite(found).all(dim=1).tolist() == [True, False, True]
     x = torch.ones(0, 16, dtype=on.dtype, device=on.device)

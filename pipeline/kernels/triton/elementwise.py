@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA
 from pipeline.kernels.triton.attention.fp8_cache import codes_of, scales_of
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, store_rounded
 from pipeline.kernels.triton.launch import Launch, cache_arguments, power_of_two
 
 _HEADS = 8  # heads per program of norm_rope_write
 _WIDTH = 1024  # outputs per program of gate_mul
+_CLAMP, _CLAMPED_ALPHA = tl.constexpr(CLAMP), tl.constexpr(CLAMPED_ALPHA)
 
 
 @triton.jit(do_not_specialize=["scale_stride"])
@@ -158,6 +160,24 @@ def _norm_rope_write(
             tl.store(v_scale_ptr + scale_at - NUM_KV_HEADS * BLOCK, scale, mask=is_value)
 
 
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """Return the activation of `gate`, multiplied as `Kernels.gate_mul` defines it; all float32.
+
+    gelu(x) is approximated by x / (1 + exp(-2 c (x + 0.044715 x^3))), with c = sqrt(2 / pi).
+    """
+    if ACTIVATION == "clamped_swiglu":
+        # Comparisons keep NaN, which `tl.minimum` may drop.
+        gate = tl.where(gate > _CLAMP, _CLAMP, gate)
+        up = tl.where(up > _CLAMP, _CLAMP, tl.where(up < -_CLAMP, -_CLAMP, up)) + 1.0
+        power = gate * _CLAMPED_ALPHA
+    elif ACTIVATION == "gelu_tanh":
+        power = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate)
+    else:
+        power = gate
+    return gate / (1.0 + tl.exp(-power)) * up
+
+
 @triton.jit(do_not_specialize=["scale_stride"])
 def _gate_mul(
     gate_up_ptr,
@@ -168,20 +188,16 @@ def _gate_mul(
     width,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
-    """Write to out_ptr if BLOCK is 0, else rounded to out_ptr and scale_ptr, with a scale per BLOCK outputs.
-
-    gelu(x) is approximated by x / (1 + exp(-2 c (x + 0.044715 x^3))), with c = sqrt(2 / pi).
-    """
+    """Write to out_ptr if BLOCK is 0, else rounded to out_ptr and scale_ptr, with a scale per BLOCK outputs."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = column < width
     gate_at = gate_up_ptr + token * gate_up_stride + column
     gate = tl.load(gate_at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_at + width, mask=inside, other=0.0).to(tl.float32)
-    power = gate * (1.5957691216057308 + 0.07135481627260025 * gate * gate) if IS_GELU else gate
-    product = (gate / (1.0 + tl.exp(-power)) * up).to(gate_up_ptr.dtype.element_ty)
+    product = gated(gate, up, ACTIVATION).to(gate_up_ptr.dtype.element_ty)
     if BLOCK == 0:
         tl.store(out_ptr + token * width + column, product, mask=inside)
     else:
@@ -307,6 +323,6 @@ def gate_mul_launch(gate_up_T2F: torch.Tensor, activation: str, out: torch.Tenso
         _gate_mul,
         (num_tokens, -(-width // width_per_program)),
         (gate_up_T2F, out_TF, scale_BM, gate_up_T2F.stride(0), scale_stride, width),
-        {"WIDTH": width_per_program, "BLOCK": block, "IS_GELU": activation == "gelu_tanh"},
+        {"WIDTH": width_per_program, "BLOCK": block, "ACTIVATION": activation},
         num_warps=max(4, width_per_program // 1024),
     )

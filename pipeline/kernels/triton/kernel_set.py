@@ -6,12 +6,13 @@ import torch
 from triton import knobs
 
 from pipeline.kernels.contract import Kernels
-from pipeline.kernels.experts import route
 from pipeline.kernels.triton import batch_invariant
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.compile_ahead import compile_ahead
 from pipeline.kernels.triton.elementwise import add_rms_norm, gate_mul, norm_rope_write, rms_norm
+from pipeline.kernels.triton.experts.layer import prepare_experts
+from pipeline.kernels.triton.experts.route import route
 from pipeline.kernels.triton.linear.dispatch import DequantBuffer, prepare_linear
 from pipeline.kernels.triton.linear.fp8 import fp8_linears
 from pipeline.kernels.triton.sampling.argmax import greedy
@@ -44,10 +45,12 @@ def triton_kernels(
             "attention": "Triton: paged, split over the GPU for few tokens per sequence, tiles of 128 rows for many",
             "rms_norm": "Triton, one launch",
             "gate_mul": "Triton, one launch",
-            "route": "torch (reference)",
+            "route": "Triton, one launch; groups of experts: torch",
+            "experts": "Triton, one launch for the same linear of all experts; unsupported weights: one by one",
             "greedy": "Triton, two launches",
             "sample": "Triton, two launches",
         },
+        prepare_experts=lambda weights, activation: prepare_experts(weights, activation, dtype, device, deterministic),
         graph_attention=CapturedAttention,
         rounded=fp8_linears(device, dtype, deterministic),
         compile_ahead=compile_ahead,
@@ -57,6 +60,7 @@ def triton_kernels(
     deterministic_kernels = {
         "linear": f"Triton: one tile and one order of sums; batch-invariant ({widened})",
         "attention": "Triton: paged, tiles of 128 rows, not split; batch-invariant",
+        "experts": "Triton: one tile for any number of tokens; batch-invariant; unsupported weights: one by one",
     }
     return replace(
         kernels,

@@ -22,6 +22,7 @@ from triton.compiler import ASTSource
 
 from pipeline.kernels.triton.compile_ahead import argument_types
 from pipeline.kernels.triton.launch import A100, H100, CompileTarget, Launch, shared_bytes_of
+from tests.kernels.triton.expert_launches import FORMS, GPT_OSS_20B, QWEN3_30B, expert_launches
 from tests.kernels.triton.model_launches import ModelShape, fp8_launches_of, launches_of
 
 MAX_REGISTERS = 255  # of a thread
@@ -165,6 +166,19 @@ GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two:
 QWEN3_SMALL = ModelShape(1024, 3072, 16, 8, 128, 151936, qk_norm=True)
 
 
+def experts(target: CompileTarget) -> dict[str, Launch]:
+    """Return the launches of expert layers, with the narrowest tiles and the widest."""
+    found = {}
+    for form in FORMS:
+        shape, model = (GPT_OSS_20B, "gpt-oss-20b") if form == "mxfp4" else (QWEN3_30B, "Qwen3-30B-A3B")
+        for num_tokens in (1, 64, 4096):
+            launches = expert_launches(shape, form, num_tokens, target)
+            found |= {f"experts, {name}, {model}": launches[name] for name in ("route", "assign", "combine")
+                      if name in launches}  # fmt: skip
+            found[f"experts, {form}, {num_tokens} tokens, {model}"] = launches["gate_up"]
+    return found
+
+
 def with_constants(launch: Launch, **constants: int) -> Launch:
     return replace(launch, constants={**launch.constants, **constants})
 
@@ -185,7 +199,7 @@ def chosen(name: str) -> dict[str, Launch]:
         for key, launch in launches_of(shape, dtype, target, span, with_fp8_cache=True).items()
         if key in ("norm_rope_write", "convert", "decode, 1 queries", "prefill", *CASCADE[:2])
     }
-    all_of |= over_fp8
+    all_of |= over_fp8 | experts(target)
     for suffix, with_fp8 in (("", False), (", fp8 cache", True)):
         capped = launches_of(LLAMA_8B, torch.bfloat16, target, with_fp8_cache=with_fp8, softcap=50.0, with_sinks=True)
         all_of |= {f"{key}{suffix}, softcap and sinks": capped[key] for key in SOFTMAX}

@@ -84,6 +84,7 @@ def launches_of(
         "norm_rope_write": rope,
         "gate_mul": gate_mul_launch(gate_up_T2F, "silu", out_TF),
         "gate_mul, gelu": gate_mul_launch(gate_up_T2F, "gelu_tanh", out_TF),
+        "gate_mul, clamped": gate_mul_launch(gate_up_T2F, "clamped_swiglu", out_TF),
     }
     logits_TV, chosen_2T = empty(num_tokens, shape.vocab_size), empty(2, num_tokens, dtype=torch.int64)
     parts, whole = greedy_launches(logits_TV, chosen_2T)

@@ -16,11 +16,14 @@ from tools.compiled_kernels import MAX_SPILLED, PAGE, limits, past_limits
 ROOT = Path(__file__).parents[3]
 TARGETS = "sm_80", "sm_89", "sm_90"
 FP8_CACHE = "norm_rope_write", "convert", "decode, 1 queries", "prefill", "cascade"
+QUANTIZED = [f"{form}, {tokens} tokens" for form in ("int4", "fp8", "nvfp4") for tokens in (1, 64, 4096)]
 EVERYWHERE = {
     *CASCADE, *FIXED, *(f"{name}, fp8 cache" for name in FP8_CACHE),
     *(f"{name}{cache}, softcap and sinks" for name in SOFTMAX for cache in ("", ", fp8 cache")),
     "decode, 1 queries", "prefill", "int4, 1 tokens", "int4, 64 tokens", "dequantize", "sample", "greedy, parts",
     "add_rms_norm", "rms_norm", "rms_norm, float32 weight", "norm_rope_write", "gate_mul", "gate_mul, gelu",
+    *(f"experts, {name}, Qwen3-30B-A3B" for name in ("route", "assign", "combine", *QUANTIZED, "bf16, 4096 tokens")),
+    "experts, mxfp4, 64 tokens, gpt-oss-20b", "experts, mxfp4, 4096 tokens, gpt-oss-20b",
 }  # fmt: skip
 
 
@@ -70,11 +73,19 @@ def test_the_int4_product_moves_nothing_between_threads(compiled: dict) -> None:
         assert (line["shuffles"], line["waits"]) == (0, 2)
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_experts_unpack_weights_in_registers(compiled: dict, target: str) -> None:
+    names = [f"experts, {name}, Qwen3-30B-A3B" for name in QUANTIZED]
+    for name in (*names, "experts, mxfp4, 64 tokens, gpt-oss-20b", "experts, mxfp4, 4096 tokens, gpt-oss-20b"):
+        line = compiled[target][name]
+        assert (line["shuffles"], line["barriers"] <= 5) == (0, True), name
+
+
 def test_large_tiles_reach_wgmma(compiled: dict) -> None:
     reached = {name for name, line in compiled["sm_90"].items() if line["uses_wgmma"]}
     assert reached >= {
         "cascade", "cascade, fp8 cache", "cascade, groups of 5", "prefill", "prefill, fp8 cache", "int4, 1 tokens",
-        "int4, 64 tokens", *FIXED,
+        "int4, 64 tokens", *FIXED, *(f"experts, {name}, Qwen3-30B-A3B" for name in QUANTIZED),
     }  # fmt: skip
     assert "decode, 1 queries" not in reached, "16 rows are too few for wgmma"
     assert not any(line["uses_wgmma"] for line in compiled["sm_80"].values())

@@ -58,16 +58,23 @@ def _pairs(word, RUN: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _in_order(zero_NLQ, one_NLQ, two_NLQ, three_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
-    """Arrange the pairs of the four runs as the inputs of these quarters, in order: (outputs, inputs)."""
-    pair_NLQ22 = tl.join(tl.join(zero_NLQ, two_NLQ), tl.join(one_NLQ, three_NLQ))
-    high, low = (pair_NLQ22 >> 16).to(tl.int16), (pair_NLQ22 & 0xFFFF).to(tl.int16)
+def in_order(low_NLQ22, high_NLQ22, ADJACENT: tl.constexpr):
+    """Arrange the values of each word's low and high halves, with dimensions run // 2 and run % 2, as the inputs of
+    these quarters, in order: (outputs, inputs)."""
     # outputs, threads, quarters, run // 2, run % 2, halves
     if ADJACENT == 2:
-        ordered = tl.permute(tl.join(low, high), 0, 2, 3, 4, 1, 5)
+        ordered = tl.permute(tl.join(low_NLQ22, high_NLQ22), 0, 2, 3, 4, 1, 5)
     else:
-        ordered = tl.permute(tl.join(high, low), 0, 2, 3, 1, 4, 5)
-    bits_NJ = ordered.reshape(zero_NLQ.shape[0], 32 * zero_NLQ.shape[2])
+        ordered = tl.permute(tl.join(high_NLQ22, low_NLQ22), 0, 2, 3, 1, 4, 5)
+    return ordered.reshape(low_NLQ22.shape[0], 32 * low_NLQ22.shape[2])
+
+
+@triton.jit
+def pairs_in_order(zero_NLQ, one_NLQ, two_NLQ, three_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
+    """Arrange the pairs of the four runs, each two 16-bit floats, as the inputs of these quarters, in order: (outputs,
+    inputs)."""
+    pair_NLQ22 = tl.join(tl.join(zero_NLQ, two_NLQ), tl.join(one_NLQ, three_NLQ))
+    bits_NJ = in_order((pair_NLQ22 & 0xFFFF).to(tl.int16), (pair_NLQ22 >> 16).to(tl.int16), ADJACENT)
     if dtype == tl.bfloat16:
         return bits_NJ.to(tl.bfloat16, bitcast=True)
     return bits_NJ.to(tl.float16, bitcast=True).to(dtype)
@@ -79,7 +86,7 @@ def _lifted(word_NLQ, ADJACENT: tl.constexpr, dtype: tl.constexpr):
 
     Only constants and loads feed it: any other value would make Triton move the weights through shared memory.
     """
-    return _in_order(
+    return pairs_in_order(
         *(_pairs(word_NLQ, 0, dtype), _pairs(word_NLQ, 1, dtype), _pairs(word_NLQ, 2, dtype)),
         *(_pairs(word_NLQ, 3, dtype), ADJACENT, dtype),
     )
@@ -104,7 +111,7 @@ def _centred(word_NLQ, base_N, ADJACENT: tl.constexpr, dtype: tl.constexpr):
     if ADJACENT == 2 and dtype != tl.float32 and not _INTERPRETED:
         bits_N = base_N.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         base_NLQ = tl.broadcast_to((bits_N | (bits_N << 16))[:, None, None], word_NLQ.shape)
-        return _in_order(
+        return pairs_in_order(
             _less(_pairs(word_NLQ, 0, dtype), base_NLQ, dtype),
             _less(_pairs(word_NLQ, 1, dtype), base_NLQ, dtype),
             _less(_pairs(word_NLQ, 2, dtype), base_NLQ, dtype),
@@ -124,6 +131,49 @@ def _scale_and_base(group_NG2, GROUP: tl.constexpr, GROUPS: tl.constexpr):
     else:
         first, second = tl.split(tl.permute(group_NG2.reshape(group_NG2.shape[0], 2, GROUPS), 0, 2, 1))
         return _scale_and_base(second if GROUP * 2 // GROUPS else first, GROUP % (GROUPS // 2), GROUPS // 2)
+
+
+@triton.jit
+def sum_of_chunks(
+    x_at,
+    word_ptr,
+    group_ptr,
+    output_N,
+    mask_N,
+    mask_M,
+    first,
+    end,
+    num_outputs,
+    num_inputs,
+    ADJACENT: tl.constexpr,
+    GROUP: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Multiply tokens by the weights of chunks `first` to `end`, and return sums (N, M). x_at: the first GROUP inputs
+    of each token, (J, M)."""
+    GROUPS: tl.constexpr = 256 // GROUP
+    PARTS: tl.constexpr = GROUPS // 2  # of a block
+    word_W, input_J = tl.arange(0, 16), tl.arange(0, GROUP)
+    group_NG2 = group_ptr + output_N[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
+    total_NM = tl.zeros([mask_N.shape[0], mask_M.shape[0]], dtype=tl.float32)
+    for chunk in range(first, end):
+        group_at = group_NG2 + chunk * num_outputs * (2 * GROUPS)
+        groups = tl.load(group_at, mask=mask_N[:, None], other=0.0)
+        for block in tl.static_range(2):
+            word_at = word_ptr + ((2 * chunk + block) * num_outputs + output_N)[:, None] * 16 + word_W[None, :]
+            word_NW = tl.load(word_at, mask=mask_N[:, None], other=0)
+            for part in tl.static_range(PARTS):
+                begin = chunk * 256 + block * 128 + part * GROUP
+                if WHOLE:
+                    x_JM = tl.load(x_at + begin, mask=mask_M[None, :], other=0.0)
+                else:
+                    inside = (begin + input_J < num_inputs)[:, None] & mask_M[None, :]
+                    x_JM = tl.load(x_at + begin, mask=inside, other=0.0)
+                scale_N, base_N = _scale_and_base(groups, block * PARTS + part, GROUPS)
+                weight_NJ = _centred(_words_of(word_NW, part, PARTS), base_N, ADJACENT, x_at.dtype.element_ty)
+                dot_NM = tl.dot(weight_NJ, x_JM, input_precision="ieee")
+                total_NM += scale_N.to(tl.float32)[:, None] * dot_NM
+    return total_NM
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_chunks", "chunks_per_part"])
@@ -152,32 +202,14 @@ def _multiply(
     """
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     token_M = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
-    GROUPS: tl.constexpr = 256 // GROUP
-    PARTS: tl.constexpr = GROUPS // 2  # of a block
-    word_W, input_J = tl.arange(0, 16), tl.arange(0, GROUP)
     mask_N, mask_M = output_N < num_outputs, token_M < num_tokens
-    x_at = x_ptr + token_M[None, :].to(tl.int64) * x_stride + input_J[:, None]
-    group_NG2 = group_ptr + output_N[:, None] * (2 * GROUPS) + tl.arange(0, 2 * GROUPS)[None, :]
-    total_NM = tl.zeros([OUTPUTS, TOKENS], dtype=tl.float32)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    x_at = x_ptr + token_M[None, :].to(tl.int64) * x_stride + tl.arange(0, GROUP)[:, None]
     first = tl.program_id(1) * chunks_per_part
-    for chunk in range(first, tl.minimum(first + chunks_per_part, num_chunks)):
-        group_at = group_NG2 + chunk * num_outputs * (2 * GROUPS)
-        groups = tl.load(group_at, mask=mask_N[:, None], other=0.0)
-        for block in tl.static_range(2):
-            word_at = word_ptr + ((2 * chunk + block) * num_outputs + output_N)[:, None] * 16 + word_W[None, :]
-            word_NW = tl.load(word_at, mask=mask_N[:, None], other=0)
-            for part in tl.static_range(PARTS):
-                begin = chunk * 256 + block * 128 + part * GROUP
-                if WHOLE:
-                    x_JM = tl.load(x_at + begin, mask=mask_M[None, :], other=0.0)
-                else:
-                    inside = (begin + input_J < num_inputs)[:, None] & mask_M[None, :]
-                    x_JM = tl.load(x_at + begin, mask=inside, other=0.0)
-                scale_N, base_N = _scale_and_base(groups, block * PARTS + part, GROUPS)
-                weight_NJ = _centred(_words_of(word_NW, part, PARTS), base_N, ADJACENT, dtype)
-                dot_NM = tl.dot(weight_NJ, x_JM, input_precision="ieee")
-                total_NM += scale_N.to(tl.float32)[:, None] * dot_NM
+    total_NM = sum_of_chunks(
+        *(x_at, word_ptr, group_ptr, output_N, mask_N, mask_M),
+        *(first, tl.minimum(first + chunks_per_part, num_chunks)),
+        *(num_outputs, num_inputs, ADJACENT, GROUP, WHOLE),
+    )
     if BIASED:
         total_NM += tl.load(bias_ptr + output_N, mask=mask_N, other=0.0).to(tl.float32)[:, None]
     row_M = tl.program_id(1).to(tl.int64) * num_tokens + token_M
@@ -268,20 +300,10 @@ class TiledInt4:
         """Repack on `device`, which temporarily takes 5 bytes per weight. Requires `serves`. The default for `adjacent`
         is that of the device's products."""
         adjacent = adjacent or adjacent_inputs(CompileTarget.from_device(device))
-        num_outputs, num_inputs = weight.q_NK.shape
+        num_inputs = weight.in_features
         missing = -num_inputs % CHUNK
-        q_NK = torch.nn.functional.pad(weight.q_NK.to(device), (0, missing)).to(torch.int32)
-        # quarters, run // 2, run % 2, threads, halves
-        q_NBQRSLH = q_NK.view(num_outputs, -1, 4, 2, *((2, 4) if adjacent == 2 else (4, 2)), 2)
-        if adjacent == 4:
-            q_NBQRSLH = q_NBQRSLH.transpose(4, 5)
-        word_NBLQ = q_NK.new_zeros(num_outputs, q_NBQRSLH.shape[1], 4, 4)
-        for run in range(4):
-            for half in range(2):
-                nibble_NBQL = q_NBQRSLH[:, :, :, run // 2, run % 2, :, half]
-                is_high = half == (1 if adjacent == 2 else 0)
-                word_NBLQ |= nibble_NBQL.transpose(2, 3) << (4 * run + 16 * is_high)
-        scale_NG = _narrowest(weight.scales_NG.to(device))
+        q_NK = torch.nn.functional.pad(weight.q_NK.to(device), (0, missing))
+        scale_NG = narrowest(weight.scales_NG.to(device))
         base_NG = (weight.zeros_NG.to(device) + 16).to(scale_NG.dtype)
         group_NG2 = torch.stack([scale_NG, base_NG], dim=-1)
         group_NG2 = group_NG2.repeat_interleave(max(1, weight.group_size // BLOCK), dim=1)
@@ -289,11 +311,32 @@ class TiledInt4:
         extra = (num_inputs + missing) * per_chunk // CHUNK - group_NG2.shape[1]
         group_NG2 = torch.nn.functional.pad(group_NG2, (0, 0, 0, extra))
         return cls(
-            word_NBLQ.flatten(2).transpose(0, 1).contiguous(),
+            words_of_codes(q_NK, 4, adjacent),
             group_NG2.unflatten(1, (-1, per_chunk)).transpose(0, 1).contiguous(),
             num_inputs,
             adjacent,
         )
+
+
+def words_of_codes(code_NK: torch.Tensor, bits: int, adjacent: int) -> torch.Tensor:
+    """Return codes of 4 or 8 bits as words (B, N, W), in the order described at the head of the file. Words of 8-bit
+    codes hold two runs: thread l has words 8 l + 2 j and 8 l + 2 j + 1 of quarter j: runs 0 and 1, and runs 2 and 3.
+
+    K is a multiple of a block.
+    """
+    # quarters, run // 2, run % 2, threads, halves
+    code_NBQRSLH = code_NK.to(torch.int32).view(len(code_NK), -1, 4, 2, *((2, 4) if adjacent == 2 else (4, 2)), 2)
+    if adjacent == 4:
+        code_NBQRSLH = code_NBQRSLH.transpose(4, 5)
+    num_outputs, num_blocks = code_NBQRSLH.shape[:2]
+    word_NBLQW = code_NBQRSLH.new_zeros(num_outputs, num_blocks, 4, 4, bits // 4)
+    for run in range(4):
+        for half in range(2):
+            code_NBQL = code_NBQRSLH[:, :, :, run // 2, run % 2, :, half]
+            word, at = divmod(bits * run, 16)
+            is_high = half == (1 if adjacent == 2 else 0)
+            word_NBLQW[..., word] |= code_NBQL.transpose(2, 3) << (at + 16 * is_high)
+    return word_NBLQW.flatten(2).transpose(0, 1).contiguous()
 
 
 def adjacent_inputs(target: CompileTarget) -> int:
@@ -311,7 +354,7 @@ def supports(weight: GroupIntWeight) -> bool:
     return whole and (size in (32, 64) or size % BLOCK == 0)
 
 
-def _narrowest(values: torch.Tensor) -> torch.Tensor:
+def narrowest(values: torch.Tensor) -> torch.Tensor:
     for dtype in (torch.float16, torch.bfloat16):
         if torch.equal(values.to(dtype).to(values.dtype), values):
             return values.to(dtype)

@@ -1,0 +1,1 @@
+"""Expert layers on a GPU: the choice of experts, and products grouped by expert."""
