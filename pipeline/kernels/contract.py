@@ -282,8 +282,7 @@ class Kernels:
       by tanh of GELU (arXiv 1606.08415). "clamped_swiglu" is gate * sigmoid(1.702 * gate) * (up + 1), with gate = first
       half, at most 7, and up = second half, between -7 and 7 (gpt-oss).
     route(logits_TE, routing, choice_bias_E): see `Route`.
-    prepare_experts(weights, activation) -> Experts; None, or a result of None: no kernel for all experts at once
-      supports these weights, and `experts.LoopedExperts` computes them.
+    prepare_experts(weights, activation) -> Experts; None: `experts.LoopedExperts` computes them.
     greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, the first one in a tie, and 1 if the
       row is finite. A row with a NaN or +inf, or without a value above -inf, gets 0 and an arbitrary token id of the
       vocabulary. Logits are float32, float16 or bfloat16.
@@ -324,7 +323,7 @@ class Kernels:
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     backends: dict[str, str]
-    prepare_experts: Callable[[ExpertWeights, str], Experts | None] | None = None
+    prepare_experts: Callable[[ExpertWeights, str], Experts] | None = None
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     fused_layer_loop: Callable[[Sequence[LayerParts], int, float], FusedLayerLoop | None] | None = None
     rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)

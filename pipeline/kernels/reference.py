@@ -166,8 +166,8 @@ def sample(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> torch.T
     return torch.stack([token_R, finite_R.long()])
 
 
-_KERNELS = ("linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "route", "greedy",
-            "sample")  # fmt: skip
+_KERNELS = ("linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "route", "experts",
+            "greedy", "sample")  # fmt: skip
 
 
 def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
@@ -181,20 +181,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         route=route,
         greedy=greedy,
         sample=sample,
-        backends=dict.fromkeys(
-            (
-                "linear",
-                "add_rms_norm",
-                "norm_rope_write",
-                "attention",
-                "rms_norm",
-                "gate_mul",
-                "route",
-                "greedy",
-                "sample",
-            ),
-            "torch (reference)",
-        ),
+        backends=dict.fromkeys(_KERNELS, "torch (reference)"),
         rounded=act_quant_oracles(
             lambda weight: prepare_linear(weight, torch.float32, device), "torch (reference), float32"
         ),

@@ -153,6 +153,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "rms_norm": "numba, one pass",
             "gate_mul": "numba, one pass",
             "route": "torch (reference)",
+            "experts": "one after the other, by the linears",
             "greedy": "numpy",
             "sample": "numpy and torch",
         },

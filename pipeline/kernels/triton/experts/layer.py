@@ -6,13 +6,15 @@ one multiplies by down, and one sums a token's experts. A single token needs no 
 Suffixes are those of `kernels/contract.py`; P: pairs.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from pipeline.kernels.triton.experts.grouped_product import grouped_launch, tile_for
 from pipeline.kernels.triton.experts.pairs import combine_launch, pairs_by_expert
 from pipeline.kernels.triton.experts.weights import GroupedWeights, interleaved
 from pipeline.kernels.triton.launch import CompileTarget
-from pipeline.weights.packed import ExpertWeights
+from pipeline.weights.packed import DenseWeight, ExpertWeights, LinearWeight
 
 
 class GroupedExperts:
@@ -49,9 +51,17 @@ class GroupedExperts:
 
 def prepare_experts(
     weights: ExpertWeights, activation: str, dtype: torch.dtype, device: torch.device, deterministic: bool = False
-) -> GroupedExperts | None:
-    """Pack experts for a GPU; None if the grouped product does not support their weights."""
+) -> GroupedExperts:
+    """Pack experts for a GPU. Weights in a form that the grouped product does not support are widened to `dtype`."""
     target = CompileTarget.from_device(device)
-    gate_up = GroupedWeights.stack(interleaved(weights.gate_up), dtype, device, target)
-    down = GroupedWeights.stack(weights.down, dtype, device, target)
-    return None if gate_up is None or down is None else GroupedExperts(gate_up, down, activation, target, deterministic)
+
+    def stacked(linears: Sequence[LinearWeight]) -> GroupedWeights:
+        packed = GroupedWeights.stack(linears, dtype, device, target)
+        if packed is None:
+            widened = [DenseWeight(each.dequantize(dtype), each.bias_N) for each in linears]
+            packed = GroupedWeights.stack(widened, dtype, device, target)
+        assert packed is not None, "dense weights are supported"
+        return packed
+
+    gate_up, down = stacked(interleaved(weights.gate_up)), stacked(weights.down)
+    return GroupedExperts(gate_up, down, activation, target, deterministic)

@@ -24,9 +24,6 @@ from triton import knobs
 
 from pipeline.kernels.triton.linear.int4 import in_order, pairs_in_order
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-"""Values of the codes of e2m1 (OCP Microscaling Formats Specification 1.0)."""
-
 POWERS = {torch.bfloat16: 126, torch.float16: 14, torch.float32: 14}
 """Exponent of the power of two, for e2m1 and the products' type."""
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.triton.experts.minifloat import E2M1, POWERS
+from pipeline.kernels.triton.experts.minifloat import POWERS
 from pipeline.kernels.triton.launch import CompileTarget
 from pipeline.kernels.triton.linear.int4 import (
     BLOCK,
@@ -21,6 +21,7 @@ from pipeline.kernels.triton.linear.int4 import (
     supports,
     words_of_codes,
 )
+from pipeline.weights.fp4 import E2M1
 from pipeline.weights.packed import (
     CodebookWeight,
     DenseWeight,
@@ -145,7 +146,7 @@ def _e4m3(weight: Fp8Weight, device: torch.device, adjacent: int) -> tuple[torch
 def _is_e2m1(weight: CodebookWeight) -> bool:
     """Return whether the codes are e2m1, and scales times the power (`POWERS`) are finite."""
     is_small = bool((weight.scales_NG.abs() <= 2).all())
-    return weight.group_size in (16, 32) and is_small and torch.equal(weight.codebook_C.cpu(), E2M1)
+    return weight.group_size in (16, 32) and is_small and weight.codebook_C.tolist() == [*E2M1]
 
 
 def _e2m1(

@@ -33,9 +33,7 @@ def random_route(num_tokens: int, num_experts: int, top_k: int) -> tuple[torch.T
 
 
 def prepared(weights: ExpertWeights, dtype: torch.dtype, activation: str = "silu", **options: bool) -> GroupedExperts:
-    layer = prepare_experts(weights, activation, dtype, DEVICE, **options)
-    assert layer is not None
-    return layer
+    return prepare_experts(weights, activation, dtype, DEVICE, **options)
 
 
 def oracle(
@@ -222,7 +220,7 @@ def test_torchs_grouped_product_agrees() -> None:
     [
         ("int4, groups of 32", {"input_order_K": torch.arange(64)}),
         ("int4, groups of 32", {"bits": 8}),
-        ("fp8, blocks", {"block": (32, 32)}),
+        ("fp8, blocks", {"block": (32, 32), "scales_RG": torch.rand(2, 2)}),
         ("fp8, blocks", {"value_NK": torch.full((64, 64), float("nan")).to(torch.float8_e4m3fn)}),
         ("mxfp4", {"codebook_C": torch.arange(16.0)}),
         ("mxfp4", {"scales_NG": torch.full((64, 2), 4.0)}),
@@ -230,12 +228,16 @@ def test_torchs_grouped_product_agrees() -> None:
     ],
     ids=["order of inputs", "8 bits", "small blocks", "NaN", "another codebook", "large scales", "groups of 64"],
 )
-def test_unsupported_weights_are_left_to_the_loop(form: str, change: dict) -> None:
+def test_unsupported_weights_are_widened(form: str, change: dict) -> None:
     weights = random_experts(form, 2, 64, 64)
-    assert prepare_experts(weights, "silu", torch.float32, DEVICE) is not None
-    dense = random_experts("dense", 2, 64, 64).down
+    assert prepared(weights, torch.float32).down.form != "dense"
+    dense, x_TH, routed = random_experts("dense", 2, 64, 64).down, normal(5, 64), random_route(5, 2, 1)
     for down in (tuple(replace(each, **change) for each in weights.down), (weights.down[0], dense[1])):
-        assert prepare_experts(replace(weights, down=down), "silu", torch.float32, DEVICE) is None
+        changed = replace(weights, down=down)
+        layer = prepared(changed, torch.float32)
+        assert layer.down.form == "dense"
+        found = layer(x_TH.to(DEVICE), *(each.to(DEVICE) for each in routed)).cpu()
+        torch.testing.assert_close(found, oracle(changed, x_TH, routed), rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
 # -- steps
