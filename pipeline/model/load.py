@@ -5,7 +5,7 @@ safetensors library checks headers: sizes, types and offsets must cover the file
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -80,14 +80,21 @@ class Checkpoint:
     """Named tensors of a folder, each returned exactly once; `finish` checks that none is left.
 
     unused: suffixes of tensor names that may be left. device: device of the returned tensors. On a GPU, quantized
-    tensors arrive as stored and are unpacked there, which costs the host neither memory nor time.
+    tensors arrive as stored and are unpacked there, which costs the host neither memory nor time. files: those to read,
+    if not the model's.
     """
 
-    def __init__(self, folder: Path, unused: tuple[str, ...] = (), device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        unused: tuple[str, ...] = (),
+        device: torch.device = CPU,
+        files: Sequence[Path] | None = None,
+    ) -> None:
         self.folder, self.device = folder, device
         self.home: dict[str, Path] = {}
         self.open: dict[Path, object] = {}
-        for path in checkpoint_files(folder):
+        for path in checkpoint_files(folder) if files is None else files:
             try:
                 handle = safe_open(path, framework="pt")
                 self.open[path] = handle.__enter__()
@@ -153,6 +160,14 @@ class Checkpoint:
         if self.left:
             some = ", ".join(sorted(self.left)[:5])
             raise ModelError(f"{self.folder}: {len(self.left)} tensors are not part of this architecture: {some}")
+
+
+def rotary_rows(config: ModelConfig, order_D: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the fused q, k, v with the values of each query and key head in this order."""
+    num_rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
+    rows_MD = torch.arange((num_rotated + config.num_kv_heads) * head_dim).view(-1, head_dim)
+    rows_MD[:num_rotated] = rows_MD[:num_rotated, order_D]
+    return rows_MD.flatten()
 
 
 class WeightReader:
@@ -237,7 +252,9 @@ class WeightReader:
             order_D = rotary_order(spec.rope, self.config.head_dim)
             qkv = self._fused(linears["qkv"], spec.qkv_bias)
             yield LayerWeights(
-                qkv=qkv if order_D is None else select_outputs(qkv, self._rotary_rows(order_D, qkv.out_features)),
+                qkv=qkv
+                if order_D is None
+                else select_outputs(qkv, rotary_rows(self.config, order_D).to(self.checkpoint.device)),
                 o=self._fused(linears["o"], spec.o_bias),
                 gate_up=self._fused(linears["gate_up"], spec.mlp_bias),
                 down=self._fused(linears["down"], spec.mlp_bias),
@@ -247,13 +264,6 @@ class WeightReader:
                 mlp_post_norm=self._norm(f"{prefix}{names.mlp_post_norm}") if spec.post_norm else None,
                 qk_norm=self._qk_norm(prefix, spec, order_D),
             )
-
-    def _rotary_rows(self, order_D: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the rows of the fused q, k, v with the values of each query and key head in this order."""
-        c = self.config
-        rows_MD = torch.arange(num_rows).view(-1, c.head_dim)
-        rows_MD[: c.num_heads + c.num_kv_heads] = rows_MD[: c.num_heads + c.num_kv_heads, order_D]
-        return rows_MD.flatten().to(self.checkpoint.device)
 
     def _qk_norm(
         self, prefix: str, spec: LayerSpec, order_D: torch.Tensor | None
