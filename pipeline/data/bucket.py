@@ -30,10 +30,10 @@ def cut_units(
 ) -> list[np.ndarray]:
     """Return the row indices of each unit; every row is in exactly one.
 
-    prompts_bytes: the rendered prompts, b"" for a row without a prompt. budgets: max new tokens of each row. adapters: of
-    each row, whose rows are consecutive. A unit has at most `unit_rows` rows and an estimated `unit_tokens` of prompt
-    and new tokens, or a single larger row. A group of rows with a shared prefix is split only if it does not fit into
-    one unit.
+    prompts_bytes: the rendered prompts, b"" for a row without a prompt. budgets: max new tokens of each row. adapters:
+    of each row; rows with the same one are consecutive. A unit has at most `unit_rows` rows and an estimated
+    `unit_tokens` of prompt and new tokens, or a single larger row. A group of rows with a shared prefix is split only
+    if it does not fit into one unit.
     """
     assert len(prompts_bytes) == len(budgets)
     assert min(unit_tokens, unit_rows) >= 1

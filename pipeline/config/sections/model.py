@@ -38,8 +38,8 @@ class ModelSection(ConfigSection):
     )
     adapter: PerRow[AdapterName] | None = Field(
         default=None,
-        description="Adapter of all rows, a name from `adapters`; or {column: name}, a column of such names, where null "
-        "is the base model. Default: the base model.",
+        description="Adapter of all rows, a name from `adapters`; or {column: name}, a column of such names, where "
+        "null is the base model. Default: the base model.",
         examples=["formal", {"column": "style"}],
         json_schema_extra=IDENTITY,
     )
