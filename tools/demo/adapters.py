@@ -28,8 +28,9 @@ from tools.demo.tokenizer import EOS
 from tools.demo.train import POOL, loss_of
 
 FORMS = {
-    "labels": "Site: {site}. Device: {device}. Fault: {fault}. Cause: {cause}. Action: {action}. Cost: {cost}.",
-    "short": "{device} at {site}: {fault}, {action}.",
+    "formal": "Dear customer, on {date} at {site}, {technician} serviced {device} for {fault} caused by {cause}. "
+    "We {action}, fitted part {part}, and logged {hours} hours for {cost}.",
+    "short": "At {site}, {technician} serviced {device} for {fault}.",
 }
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 RANK, ALPHA = 4, 8
@@ -108,9 +109,14 @@ def _batches(tokenizer, reports: list[Report], name: str, rng: Random) -> list[l
 
 def _save(adapted: dict[str, LoraLinear], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": ALPHA, "bias": "none",
-              "target_modules": list(TARGETS), "lora_dropout": 0.0, "use_rslora": False, "use_dora": False, "fan_in_fan_out": False,
-              "modules_to_save": None, "inference_mode": True}  # fmt: skip
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": RANK,
+        "lora_alpha": ALPHA,
+        "target_modules": list(TARGETS),
+        "bias": "none",
+    }
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = {}
     for path, module in adapted.items():
