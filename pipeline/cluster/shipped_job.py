@@ -52,10 +52,10 @@ class ShippedJob:
             data["vars"] = {name: declared[name] for name in open_vars}
         data.setdefault("run", {}).setdefault("ray_address", "auto")
         made_absolute = {}
-        places = [(section, data.get(section, {}), key) for section, key in _PATHS]
+        paths = [(section, data.get(section, {}), key) for section, key in _PATHS]
         adapters = data.get("model", {}).get("adapters") or {}
-        places += [("model.adapters", adapters, name) for name in adapters]
-        for section, values, key in places:
+        paths += [("model.adapters", adapters, name) for name in adapters]
+        for section, values, key in paths:
             path = values.get(key)
             if not isinstance(path, str) or is_url(path):
                 continue

@@ -114,7 +114,7 @@ def _fused(parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None], rows: Sequ
     return LowRankUpdate(torch.cat([a_RK for a_RK, _ in read]), b_NR)
 
 
-class _Layer(Protocol):
+class AdaptableLayer(Protocol):
     """The linears of `DecoderLayer`, and the kernels that compute their inputs."""
 
     kernels: Kernels
@@ -127,7 +127,7 @@ class _Layer(Protocol):
     before_down: InputKernels
 
 
-L = TypeVar("L", bound=_Layer)
+L = TypeVar("L", bound=AdaptableLayer)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def test_tasks_read_with_the_adapter(case: Case) -> None:
 def test_rows_without_an_adapter_run_through_all_layers_at_once(
     demo_case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in an engine without adapters, bit for bit."""
+    """Their results are those of an engine without adapters, bit for bit."""
     fused: list[int] = []
     run = CompiledLayerLoop.run
     monkeypatch.setattr(CompiledLayerLoop, "run", lambda self, x, *rest: (fused.append(len(x)), run(self, x, *rest))[1])

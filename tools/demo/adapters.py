@@ -28,8 +28,8 @@ from tools.demo.tokenizer import EOS
 from tools.demo.train import POOL, loss_of
 
 FORMS = {
-    "formal": "Dear customer, on {date} at {site}, {technician} serviced {device} for {fault} caused by {cause}. "
-    "We {action}, fitted part {part}, and logged {hours} hours for {cost}.",
+    "formal": "Dear customer, on {date} at {site}, {technician} serviced {device} for {fault} caused by {cause}, "
+    "{action}, fitted part {part}, and logged {hours} hours for {cost}. Kind regards.",
     "short": "At {site}, {technician} serviced {device} for {fault}.",
 }
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -143,7 +143,7 @@ def measure(folders: dict[str, str], model: str, num_reports: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the adapters of the demonstration model, or measure them.")
     parser.add_argument("--out", type=Path, help="folder to write the adapters to")
-    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--measure", type=int, metavar="REPORTS", help="measure the adapters that ship")
     parser.add_argument("--model", default="demo:target-awq", help="model to measure them on")
     options = parser.parse_args()
