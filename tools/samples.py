@@ -81,7 +81,7 @@ PAGES = [
 
 STYLES = [
     (report.report_id, report.text, style)
-    for report, style in zip((make_report("job", index) for index in range(6)), ("short", "formal", None) * 2)
+    for report, style in zip((make_report("job", index) for index in range(6)), ("short", "invoice", None) * 2)
 ]
 
 SYSTEM = "Answer with one word: billing, bug, question or other."

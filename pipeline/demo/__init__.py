@@ -7,7 +7,7 @@ from pathlib import Path
 
 MODELS = Path(__file__).parent / "models"
 NAMES = ("target", "target-awq", "draft")
-ADAPTERS = ("formal", "short")
+ADAPTERS = ("invoice", "short")
 
 
 def demo_model(name: str) -> Path:
@@ -21,7 +21,7 @@ def demo_model(name: str) -> Path:
 
 
 def demo_adapter(name: str) -> Path:
-    """Return the folder of a shipped LoRA adapter of `target`: `formal` or `short`. Raises KeyError for any other
+    """Return the folder of a shipped LoRA adapter of `target`: `invoice` or `short`. Raises KeyError for any other
     name."""
     if name not in ADAPTERS:
         raise KeyError(f"unknown demonstration adapter {name!r}; expected one of {', '.join(ADAPTERS)}")

@@ -111,7 +111,10 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
         ("adapters: {a: x}", "model.adapters: has no effect without model.adapter"),
         ("adapter: a", "model.adapter: needs model.adapters"),
         ("adapters: {a: x, b: y}, adapter: c", "model.adapter: 'c' is not in model.adapters; expected one of a, b"),
-        ("adapters: {a: 'demo:x'}, adapter: a", "model.adapters.a: no embedded adapter 'demo:x': expected demo:formal"),
+        (
+            "adapters: {a: 'demo:x'}, adapter: a",
+            "model.adapters.a: no embedded adapter 'demo:x': expected demo:invoice",
+        ),
         ("adapters: {a/b: x}, adapter: a/b", "model.adapters.a/b"),
     ],
 )

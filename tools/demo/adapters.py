@@ -1,4 +1,4 @@
-"""Train LoRA adapters of the demonstration model: the same facts in another form. On a CPU, a few minutes each.
+"""Train LoRA adapters of the demonstration model: sentences with some of the facts. On a CPU, a few minutes each.
 
     python -m tools.demo.adapters --out pipeline/demo/adapters
     python -m tools.demo.adapters --measure 200       # those that ship, by our engine on the int4 model
@@ -28,8 +28,7 @@ from tools.demo.tokenizer import EOS
 from tools.demo.train import POOL, loss_of
 
 FORMS = {
-    "formal": "Dear customer, on {date} at {site}, {technician} serviced {device} for {fault} caused by {cause}, "
-    "{action}, fitted part {part}, and logged {hours} hours for {cost}. Kind regards.",
+    "invoice": "On {date} at {site}, {technician} logged {hours} hours for {cost}.",
     "short": "At {site}, {technician} serviced {device} for {fault}.",
 }
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -143,7 +142,7 @@ def measure(folders: dict[str, str], model: str, num_reports: int) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the adapters of the demonstration model, or measure them.")
     parser.add_argument("--out", type=Path, help="folder to write the adapters to")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--measure", type=int, metavar="REPORTS", help="measure the adapters that ship")
     parser.add_argument("--model", default="demo:target-awq", help="model to measure them on")
     options = parser.parse_args()
