@@ -125,7 +125,7 @@ def checkpoint_problem(name: str) -> str:
     if not names:
         return "is an empty folder; expected the folder of a safetensors checkpoint"
     if "adapter_config.json" in names:
-        return "has adapter_config.json but no config.json: a LoRA adapter; name its base model here, and the adapter in model.adapters"
+        return "has adapter_config.json but no config.json: a LoRA adapter; it belongs in model.adapters"
     if any(found.endswith(".gguf") for found in names):
         return "has GGUF files but no config.json; expected a safetensors checkpoint"
     return "has no config.json; expected the folder of a safetensors checkpoint"
