@@ -137,6 +137,14 @@ REFUSED = {
     "layers.7.* belongs to no linear": tensors_with(
         lambda tensors: tensors.update({Q.replace(".0.", ".7.") + ".lora_A.weight": torch.ones(4, 3)})
     ),
+    "2 tensors are not part of this architecture": tensors_with(
+        lambda tensors: tensors.update(
+            {
+                f"{Q.replace('model.model.', 'model.')}.lora_{ab}.weight": tensors[f"{Q}.lora_{ab}.weight"] + 1
+                for ab in "AB"
+            }
+        )
+    ),
     "has no tensors": tensors_with(dict.clear),
     "has no adapter_model.safetensors": as_pickle,
 }

@@ -146,8 +146,9 @@ def main() -> None:
     parser.add_argument("--measure", type=int, metavar="REPORTS", help="measure the adapters that ship")
     parser.add_argument("--model", default="demo:target-awq", help="model to measure them on")
     options = parser.parse_args()
-    for name in FORMS if options.out is not None else ():
-        train(name, options.out, options.steps)
+    if options.out is not None:
+        for name in FORMS:
+            train(name, options.out, options.steps)
     if options.measure:
         for name, share in measure({name: f"demo:{name}" for name in FORMS}, options.model, options.measure).items():
             print(f"{name}: {share:.1%} of {options.measure} summaries are exactly right")
