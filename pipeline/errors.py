@@ -97,6 +97,7 @@ class RowError(StrEnum):
     INVALID_REQUEST = "invalid_request"
     INVALID_MESSAGES = "invalid_messages"  # not a chat that the template accepts
     INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
+    UNKNOWN_ADAPTER = "unknown_adapter"  # the row names none of the job's adapters
     INVALID_LABELS = "invalid_labels"  # task choice: no labels, empty ones, or two with the same tokens
     INVALID_COMPLETION = "invalid_completion"  # task score: null, empty or unusable
     KV_CACHE_EXHAUSTED = "kv_cache_exhausted"  # too long for the KV cache even when alone in the engine

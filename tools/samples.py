@@ -11,6 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.demo.reports import make_report
+
 FOLDER = Path(__file__).parents[1] / "jobs" / "samples"
 
 TICKETS = [
@@ -77,6 +79,11 @@ PAGES = [
     ("https://example.org/login", "Home | Log in | Register | Cookies | Back to top"),
 ]
 
+STYLES = [
+    (report.report_id, report.text, style)
+    for report, style in zip((make_report("job", index) for index in range(6)), ("short", "invoice", None) * 2)
+]
+
 SYSTEM = "Answer with one word: billing, bug, question or other."
 REQUESTS = [
     {
@@ -117,6 +124,7 @@ def samples() -> dict[str, pa.Table]:
         "graded": _table(GRADED, answer_id=TEXT, turns=TURNS),
         "messages": _table(MESSAGES, message_id=TEXT, text=TEXT),
         "pages": _table(PAGES, url=TEXT, text=TEXT),
+        "styles": _table(STYLES, report_id=TEXT, report=TEXT, style=TEXT),
     }
 
 

@@ -68,13 +68,14 @@ def fetch_model(
     log: Log,
     retries: RetryCounts | None = None,
     key: str = "model.path",
+    config: str = "config.json",
 ) -> Path:
     """Return the local folder with the model's files: the cached copy if it is intact, else a new download.
 
-    key: the job file's key, for messages. Raises ModelError if the url holds no supported model, EnvironmentFailed if
-    the store or the disk fails.
+    key: the job file's key, for messages. config: the JSON file that the folder must have. Raises ModelError if the url
+    holds no supported model, EnvironmentFailed if the store or the disk fails.
     """
-    model = _opened(url, storage, retries, key)
+    model = _opened(url, storage, retries, key, config)
     if isinstance(model, Path):
         return model
     files = model.files()
@@ -101,14 +102,16 @@ def check_copy(url: str, storage: Mapping[str, Any], cache: Path) -> tuple[Path,
     return (entry, _is_intact(entry, read_all=True)) if entry.exists() else None
 
 
-def _opened(url: str, storage: Mapping[str, Any], retries: RetryCounts | None, key: str) -> "_StoredModel | Path":
+def _opened(
+    url: str, storage: Mapping[str, Any], retries: RetryCounts | None, key: str, config: str = "config.json"
+) -> "_StoredModel | Path":
     """Return the model in its store, or the folder for a local url such as file://."""
     shown = shown_url(url)
     try:
         fs, root = filesystem(url, storage, retries=retries)
     except (ImportError, ValueError, TypeError) as e:
         raise ModelError(f"{key} {shown}: {open_problem(url, storage, e)}") from None
-    return _StoredModel(fs, root, shown, key) if isinstance(fs, RemoteFilesystem) else Path(root)
+    return _StoredModel(fs, root, shown, key, config) if isinstance(fs, RemoteFilesystem) else Path(root)
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class _StoredModel:
     root: str
     shown: str
     key: str
+    config: str
 
     def files(self) -> list[_Remote]:
         with self.translated_errors():
@@ -130,8 +134,8 @@ class _StoredModel:
                     found += [f for f in _files_in(self.fs.ls(folder), f"{below}/") if f.name == f"{below}/config.json"]
         files = sorted((f for f in found if any(fnmatch(f.name, p) for p in PATTERNS)), key=lambda f: f.name)
         names = [f.name for f in files]
-        if "config.json" not in names:
-            raise ModelError(f"{self.key} {self.shown}: has no config.json; expected the folder of one model")
+        if self.config not in names:
+            raise ModelError(f"{self.key} {self.shown}: has no {self.config}; expected the folder of one model")
         if not any(fnmatch(n, "*.safetensors") for n in names):
             pickles = [f.name for f in found if any(fnmatch(f.name, p) for p in _PICKLES)]
             problem = "has no weights"

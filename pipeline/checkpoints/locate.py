@@ -70,7 +70,7 @@ def resolve_tokenizer(
     """Return the local folder of a checkpoint whose weights are not needed: of a Hugging Face id only the other files
     are downloaded. Raises as `resolve_model`."""
     if model_kind(path) == "id":
-        return _download(path, revision, [pattern for pattern in PATTERNS if "safetensors" not in pattern])
+        return download(path, revision, [pattern for pattern in PATTERNS if "safetensors" not in pattern])
     return resolve_model(path, storage, None, retries, revision=revision)
 
 
@@ -105,7 +105,7 @@ def locate_model(name: str, revision: str | None = None) -> Path:
         return Path(os.path.expanduser(name))
     if kind != "id":
         raise ModelError(f"model {name!r}: {checkpoint_problem(name)}")
-    return _download(name, revision)
+    return download(name, revision)
 
 
 def checkpoint_problem(name: str) -> str:
@@ -125,13 +125,15 @@ def checkpoint_problem(name: str) -> str:
     if not names:
         return "is an empty folder; expected the folder of a safetensors checkpoint"
     if "adapter_config.json" in names:
-        return "has adapter_config.json but no config.json: a LoRA adapter; name its base model, or a merged checkpoint"
+        return "has adapter_config.json but no config.json: a LoRA adapter; it belongs in model.adapters"
     if any(found.endswith(".gguf") for found in names):
         return "has GGUF files but no config.json; expected a safetensors checkpoint"
     return "has no config.json; expected the folder of a safetensors checkpoint"
 
 
-def _download(name: str, revision: str | None, patterns: Sequence[str] = PATTERNS) -> Path:
+def download(name: str, revision: str | None, patterns: Sequence[str] = PATTERNS) -> Path:
+    """Download the files of a Hugging Face id that match `patterns`, unless they are in the cache. Raises
+    ModelError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -52,8 +52,11 @@ class ShippedJob:
             data["vars"] = {name: declared[name] for name in open_vars}
         data.setdefault("run", {}).setdefault("ray_address", "auto")
         made_absolute = {}
-        for section, key in _PATHS:
-            path = data.get(section, {}).get(key)
+        paths = [(section, data.get(section, {}), key) for section, key in _PATHS]
+        adapters = data.get("model", {}).get("adapters") or {}
+        paths += [("model.adapters", adapters, name) for name in adapters]
+        for section, values, key in paths:
+            path = values.get(key)
             if not isinstance(path, str) or is_url(path):
                 continue
             path = os.path.expanduser(path)
@@ -61,7 +64,7 @@ class ShippedJob:
                 continue  # a model's name, not a path
             if not os.path.isabs(path):
                 made_absolute[f"{section}.{key}"] = path
-            data[section][key] = os.path.abspath(path)
+            values[key] = os.path.abspath(path)
         for name, text in (open_vars or {}).items():
             for section in ("input", "output"):
                 data[section]["path"] = data[section]["path"].replace(text, f"${{{name}}}")

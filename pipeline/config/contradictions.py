@@ -31,6 +31,7 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
         yield f"task.{key}", f"has no effect with task {job.task.type}; write type: {owner}, or remove it"
     if job.input.has_requests:
         yield from _with_requests(job, written.get("prompt"))
+    yield from _check_adapters(job)
     if job.engine.backend is not None:
         yield from _with_backend(job, job.engine.backend)
     elif job.cost.usd_per_million is not None:
@@ -47,6 +48,18 @@ def _check_storage(job: JobKeys) -> Iterator[Contradiction]:
         urls = ", ".join(f"{key} {url!r}" for key, url in job.urls.items())
         reason = f"matches no path of this job; expected the beginning of one of: {shown_url(urls)}"
         yield f"storage.{shown_url(prefix)}", reason
+
+
+def _check_adapters(job: JobKeys) -> Iterator[Contradiction]:
+    adapter, names = job.model.adapter, ", ".join(job.model.adapters)
+    if adapter is None and names:
+        yield "model.adapters", "has no effect without model.adapter, the name of one of them or {column: name}"
+    elif adapter is not None and not names:
+        yield "model.adapter", "needs model.adapters, which maps names to folders"
+    elif isinstance(adapter, str) and adapter not in job.model.adapters:
+        yield "model.adapter", f"{adapter!r} is not in model.adapters; expected one of {names}"
+    if adapter is not None and job.engine.deterministic:
+        yield "engine.deterministic", "is not supported with model.adapters, whose products are not batch-invariant"
 
 
 def _without_completions(job: JobKeys) -> Iterator[Contradiction]:
@@ -94,6 +107,8 @@ def _with_backend(job: JobKeys, backend: BackendSection) -> Iterator[Contradicti
         yield f"speculation.{name}", unused
     if job.model.quantization != "none":
         yield "model.quantization", unused
+    if job.model.adapters:
+        yield "model.adapters", "is not supported with engine.backend; name the server's adapter as the backend's model"
     if job.task.type not in ("generate", "embed"):
         yield "task.type", f"{job.task.type} is not supported with engine.backend; expected generate or embed"
     for name in ("pooling", "normalize"):

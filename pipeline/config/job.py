@@ -57,13 +57,20 @@ class JobConfig(JobKeys):
         """Values of the job file after overlays, `--set` and variables, without defaults."""
         return self._document.data
 
-    def engine_config(self, model_path: str, draft_path: str | None, num_threads: int | None = None) -> EngineConfig:
-        """Return the engine's config, given the local folders of the model and its draft model."""
+    def engine_config(
+        self,
+        model_path: str,
+        draft_path: str | None,
+        num_threads: int | None = None,
+        adapters: Mapping[str, str] | None = None,
+    ) -> EngineConfig:
+        """Return the engine's config, given the local folders of the model, its draft model and its adapters."""
         generates = self.task.type == "generate"
         return EngineConfig(
             model=model_path,
             quantization=self.model.quantization,
             speculation=self.speculation.engine_config(draft_path) if generates else "off",
             num_threads=num_threads,
+            adapters=adapters or {},
             **self.engine.model_dump(exclude={"backend"}),
         )

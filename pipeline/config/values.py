@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from pipeline.checkpoints.adapters import EMBEDDED_ADAPTERS
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
 
 _SWITCH = {"on": True, "yes": True, "off": False, "no": False}
@@ -145,6 +146,12 @@ def _embedded_exists(path: str) -> str:
     return path
 
 
+def _embedded_adapter_exists(path: str) -> str:
+    if path.startswith("demo:") and path not in EMBEDDED_ADAPTERS:
+        raise ValueError(f"no embedded adapter {path!r}: expected {', '.join(EMBEDDED_ADAPTERS)}")
+    return path
+
+
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
@@ -186,6 +193,7 @@ Duration = Annotated[float, BeforeValidator(_duration), Field(ge=0, le=31_536_00
 Moment = Annotated[str, BeforeValidator(_moment), WithJsonSchema({"type": "string", "pattern": _MOMENT_PATTERN})]
 # A path or an fsspec url
 PathOrUrl = Annotated[str, Field(min_length=1), AfterValidator(_on_one_line), AfterValidator(_no_login)]
+AdapterPath = Annotated[PathOrUrl, AfterValidator(_embedded_adapter_exists)]  # likewise
 ModelPath = Annotated[PathOrUrl, AfterValidator(_embedded_exists)]  # or a Hugging Face id, or an embedded model
 Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[

@@ -2,11 +2,12 @@
 
 Rows that share a long prefix go into one unit, because units go to different engines and each engine computes a prefix
 once. The prefix that all rows of the window share (the template's instructions) is ignored in the comparison. Other
-rows are ordered longest first, so that the last ones to run are short.
+rows are ordered longest first, so that the last ones to run are short. Adapters follow each other: a step with one
+adapter is the fastest.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -20,18 +21,30 @@ def estimate_tokens(num_bytes: int) -> int:
     return -(-num_bytes // BYTES_PER_TOKEN)
 
 
-def cut_units(prompts_bytes: list[bytes], budgets: np.ndarray, unit_tokens: int, unit_rows: int) -> list[np.ndarray]:
+def cut_units(
+    prompts_bytes: list[bytes],
+    budgets: np.ndarray,
+    unit_tokens: int,
+    unit_rows: int,
+    adapters: Sequence[str | None] | None = None,
+) -> list[np.ndarray]:
     """Return the row indices of each unit; every row is in exactly one.
 
-    prompts_bytes: the rendered prompts, b"" for a row without a prompt. budgets: max new tokens of each row. A unit has
-    at most `unit_rows` rows and an estimated `unit_tokens` of prompt and new tokens, or a single larger row. A group of
-    rows with a shared prefix is split only if it does not fit into one unit.
+    prompts_bytes: the rendered prompts, b"" for a row without a prompt. budgets: max new tokens of each row. adapters:
+    of each row; rows with the same one are consecutive. A unit has at most `unit_rows` rows and an estimated
+    `unit_tokens` of prompt and new tokens, or a single larger row. A group of rows with a shared prefix is split only
+    if it does not fit into one unit.
     """
     assert len(prompts_bytes) == len(budgets)
     assert min(unit_tokens, unit_rows) >= 1
     costs = [estimate_tokens(len(p)) + int(b) for p, b in zip(prompts_bytes, budgets, strict=True)]
-    with_prompt = [i for i, p in enumerate(prompts_bytes) if p]
-    groups = _group_rows(with_prompt, prompts_bytes, costs, unit_tokens, unit_rows)
+    by_adapter: defaultdict[str, list[int]] = defaultdict(list)
+    for i, prompt in enumerate(prompts_bytes):
+        if prompt:
+            by_adapter["" if adapters is None else adapters[i] or ""].append(i)
+    groups: list[list[int]] = []
+    for adapter in sorted(by_adapter):
+        groups += _group_rows(by_adapter[adapter], prompts_bytes, costs, unit_tokens, unit_rows)
     groups += [[i] for i, p in enumerate(prompts_bytes) if not p]
     units: list[list[int]] = []
     room_tokens = room_rows = 0

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from pipeline.data.bucket import cut_units, estimate_tokens
 from pipeline.data.prompts import PromptSpec, Rendered, render
+from pipeline.data.row_adapters import RowAdapters
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY, InputWindow, Source, read_stretches
 from pipeline.errors import RowError
@@ -27,6 +28,7 @@ OWN_FIELDS = (
     pa.field("_params", pa.string()),  # per-row sampling values as a JSON object, or null
     pa.field("_expected", pa.string()),  # expected answer, or null
     pa.field("_texts", pa.string()),  # from `RowTexts`, or null
+    pa.field("_adapter", pa.string()),  # from `RowAdapters`, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
 UNIT_TOKENS = 100_000  # approximate max tokens of a unit: a minute of work
@@ -47,6 +49,7 @@ class UnitSpec:
     expected: str | None = None  # column of expected answers
     default_n: int = 1  # samples per row
     texts: RowTexts | None = None  # texts of rows besides their prompts
+    adapters: RowAdapters | None = None
     max_bytes: int = MAX_STRETCH_BYTES  # limit of a stretch's values, and of its prompts
 
     def of_input(self, columns: Iterable[str]) -> "UnitSpec":
@@ -59,9 +62,9 @@ class UnitSpec:
         """Columns to read from the source, each once."""
         expected = [] if self.expected is None else [self.expected]
         texts = () if self.texts is None else self.texts.columns
-        return tuple(
-            dict.fromkeys([*self.kept, *self.prompt.columns, *self.sampling_columns.values(), *expected, *texts])
-        )
+        adapter = [] if self.adapters is None or self.adapters.column is None else [self.adapters.column]
+        sampling = self.sampling_columns.values()
+        return tuple(dict.fromkeys([*self.kept, *self.prompt.columns, *sampling, *expected, *texts, *adapter]))
 
 
 @dataclass(frozen=True)
@@ -198,10 +201,11 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
     errors, messages = rendered.errors, rendered.messages
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
     texts = [None] * table.num_rows if spec.texts is None else spec.texts.read(inputs, errors, messages)
+    adapters = _adapters(inputs, spec.adapters, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
     budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
     encoded = _encoded(rendered.prompts, errors)
-    cut = cut_units([p or b"" for p in encoded], budgets, spec.unit_tokens, spec.unit_rows)
+    cut = cut_units([p or b"" for p in encoded], budgets, spec.unit_tokens, spec.unit_rows, adapters)
     own = [
         table.column(table.num_columns - 2),
         table.column(table.num_columns - 1),
@@ -211,6 +215,7 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
         pa.array([json.dumps(p) if p else None for p in params], pa.string()),
         pa.array(_expected(inputs, spec.expected), pa.string()),
         pa.array(texts, pa.string()),
+        pa.array(adapters, pa.string()),
     ]
     del encoded
     kept = inputs.select(list(spec.kept))
@@ -258,6 +263,16 @@ def _expected(inputs: pa.Table, column: str | None) -> list[str | None]:
     values = (value.decode("utf-8", "replace") if isinstance(value, bytes) else value
               for value in _values(inputs.column(column)))  # fmt: skip
     return [None if value is None else str(value) for value in values]
+
+
+def _adapters(
+    inputs: pa.Table, adapters: RowAdapters | None, errors: list[str | None], messages: list[str | None]
+) -> list[str | None]:
+    """Return each row's adapter, or None. A row with an unknown one becomes an error row, in place."""
+    if adapters is None:
+        return [None] * inputs.num_rows
+    values = () if adapters.column is None else _values(inputs.column(adapters.column))
+    return adapters.read(values, errors, messages)
 
 
 def _values(column: pa.ChunkedArray) -> Iterable[object]:

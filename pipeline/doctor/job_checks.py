@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoints.adapters import adapter_here
 from pipeline.checkpoints.cache import cache_folder, check_copy
 from pipeline.checkpoints.chat_template import read_template
 from pipeline.checkpoints.locate import checkpoint_problem, locate_model, model_kind
@@ -152,11 +153,13 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
     yield Check("model", "architecture", "ok", f"{config.parameters_text()}, {config.num_layers} layers, {kind}")
     device = setup.torch_device
     dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
-    need = weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)
+    adapters = _adapter_bytes(config, setup) * dtype.itemsize // 4
+    need = adapters + weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_cpu_bytes()
     kv = config.kv_bytes_per_token(kv_type(setup, dtype))
     context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
-    weights = f"about {shown_bytes(need)} of weights in {str(dtype).removeprefix('torch.')}"
+    with_adapters = f" (adapters: {shown_bytes(adapters)})" if adapters else ""
+    weights = f"about {shown_bytes(need)} of weights{with_adapters} in {str(dtype).removeprefix('torch.')}"
     found = f"{weights}; KV cache {kv:,} bytes a token, {context}; {shown_bytes(free)} free on {device.type}"
     if need > free:
         todo = "Use a smaller or quantized model, a smaller dtype, or a larger machine."
@@ -166,6 +169,20 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
         yield Check("model", "memory", "warning", found, todo)
     else:
         yield Check("model", "memory", "ok", found)
+
+
+def _adapter_bytes(config: "ModelConfig", setup: Setup) -> int:
+    """Return the size of the job's adapters in float32, without those that are not on this machine, or that do not fit
+    the model, which `job` reports."""
+    from pipeline.model.lora import read_adapter
+
+    total = 0
+    for name, path in setup.job.model.used_adapters.items() if setup.job is not None else ():
+        with suppress(ModelError):
+            folder = adapter_here(path, name)
+            layers = [] if folder is None else read_adapter(folder, config)
+            total += sum(update.num_bytes for layer in layers for update in layer.values())
+    return total
 
 
 def _weights(folder: Path) -> Check:

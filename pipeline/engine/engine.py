@@ -73,6 +73,7 @@ class Engine:
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             seed=config.seed,
+            adapters=tuple(config.adapters),
         )
         with self.device_context:
             self.draft_as(
@@ -102,13 +103,14 @@ class Engine:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
         seed: int = 0,
+        adapters: tuple[str, ...] = (),
     ) -> None:
         self._turn = threading.RLock()  # held by the thread that adds, steps or aborts
         self.device_context = device_context  # for callers that compute with `runner` outside steps
         self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
-        self.table = SlotTable(max_num_seqs, max_model_len, block_size)
+        self.table = SlotTable(max_num_seqs, max_model_len, block_size, adapters)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, device_context.num_threads)
         self._output_processor = OutputProcessor(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
@@ -143,6 +145,9 @@ class Engine:
             refused = unsupported_reason(request, self.runner)
         if refused is None and no_reasoning is not None and request.task is None:
             refused = RowError.INVALID_SAMPLING, no_reasoning
+        if refused is None and request.adapter not in (None, *self.table.adapter_index):
+            known = ", ".join(self.table.adapter_index) or "none"
+            refused = RowError.UNKNOWN_ADAPTER, f"adapter {request.adapter!r:.80}: this engine has {known}"
         sequences = [] if refused is not None else self._sequences(request, seed, call)  # raises for invalid ids
         call.num_submitted += 1
         call.num_unfinished += 1
@@ -285,13 +290,17 @@ class Engine:
     # -- many requests
 
     def generate(
-        self, prompts: Text | Iterable[Text], params: SamplingParams | Iterable[SamplingParams] | None = None
+        self,
+        prompts: Text | Iterable[Text],
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
+        adapter: str | Items[str | None] | None = None,
     ) -> list[Completion]:
         """Complete `prompts` (strings or lists of token ids) and return the completions in their order.
 
         Other requests of the engine continue and keep their completions. When the call is interrupted, only its own
         requests are aborted. Rows that cannot be served become completions with an error. `params` is one
-        SamplingParams for all or one for each. Raises ConfigError when the counts differ, or for values of other types.
+        SamplingParams for all or one for each, `adapter` one name or None (the base model) for all or one for each.
+        Raises ConfigError when the counts differ, or for values of other types.
         """
         ids = self._encode_all(prompts)
         if isinstance(params, Iterable) and not isinstance(params, Mapping):
@@ -305,7 +314,12 @@ class Engine:
         for own in each:
             if not isinstance(own, SamplingParams):
                 raise ConfigError(f"params: expected SamplingParams, one for all or one for each, found {own!r:.80}")
-        return self._complete([Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(ids, each))])
+        names = [adapter] * len(ids) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != len(ids):
+            raise ConfigError(f"{len(ids)} prompts with {len(names)} adapters: expected one for all or one for each")
+        return self._complete(
+            [Request(row, prompt, own, adapter=name) for row, (prompt, own, name) in enumerate(zip(ids, each, names))]
+        )
 
     def _encode_all(self, texts: Text | Iterable[Text]) -> list[list[int]]:
         is_iterable = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | bytearray)

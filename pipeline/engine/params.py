@@ -6,7 +6,7 @@ They define and check every option. `startup/resolve.py` resolves `auto` values 
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -290,6 +290,8 @@ class EngineConfig:
     rounding; "none" keeps the stored weights, quantized or not.
     speculation: a `SpeculationConfig`, its method alone ("off", or False), or a mapping of its fields.
     num_threads: CPU threads of this engine while it computes, at most one per processor; None: torch's current number.
+    adapters: LoRA adapters that requests may use, by name: folders in PEFT's layout (texts or Paths), or Hugging Face
+    ids. The draft model proposes without them.
     """
 
     model: str
@@ -310,14 +312,24 @@ class EngineConfig:
     speculation: SpeculationConfig | SpeculationMethod | bool | Mapping[str, Any] = "auto"
     seed: int = 0
     num_threads: int | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Check the options that `startup/resolve.py` uses unchanged; it checks the others."""
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
+        if isinstance(self.adapters, Mapping):
+            paths = {name: os.fspath(p) if isinstance(p, os.PathLike) else p for name, p in self.adapters.items()}
+            object.__setattr__(self, "adapters", paths)
         object.__setattr__(self, "speculation", SpeculationConfig.from_value(self.speculation))
         for name, ok, expected in (
             ("model", isinstance(self.model, str), "a folder or a Hugging Face id"),
+            (
+                "adapters",
+                isinstance(self.adapters, Mapping)
+                and all(isinstance(text, str) for pair in self.adapters.items() for text in pair),
+                "a mapping of names to folders",
+            ),
             ("device", isinstance(self.device, str), "auto, cpu, cuda or cuda:N"),
             ("enable_prefix_caching", isinstance(self.enable_prefix_caching, bool), "true or false"),
             ("deterministic", isinstance(self.deterministic, bool), "true or false"),
@@ -351,13 +363,15 @@ class QualitySample:
 @dataclass(frozen=True)
 class Request:
     """One prompt to complete. `row_id` belongs to the caller and is returned unchanged on the completion. task: a task
-    instead of a completion; nothing is generated then, and `params` are ignored."""
+    instead of a completion; nothing is generated then, and `params` are ignored. adapter: a name from
+    `EngineConfig.adapters`; None: the base model."""
 
     row_id: object
     prompt_token_ids: list[int]
     params: SamplingParams
     quality: QualitySample | None = None
     task: Task | None = None
+    adapter: str | None = None
 
     @property
     def max_tokens(self) -> int:

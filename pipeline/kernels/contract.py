@@ -212,6 +212,26 @@ class GraphAttention(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """Update of a linear by an adapter: y += (x @ a_RK.T) @ b_NR.T, with R its rank. b includes the adapter's scale."""
+
+    a_RK: torch.Tensor
+    b_NR: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a_RK.nbytes + self.b_NR.nbytes
+
+
+@dataclass(frozen=True)
+class AdapterTokens:
+    """Tokens of a step by adapter, computed once a step: groups of an adapter's index and its tokens (ascending, int64
+    on the device; a slice if they are consecutive). Tokens without an adapter are in no group."""
+
+    groups: tuple[tuple[int, slice | torch.Tensor], ...]
+
+
 class LayerParts(Protocol):
     """The parts of a decoder layer, as its kernels prepared them. rope_index: of its rotations. scale, window, softcap,
     sinks_N: see `Attention`."""
@@ -293,6 +313,8 @@ class Kernels:
       tokens whose sum reaches top_p of their sum, the first ones in a tie. The sample is the first token with w > 0 at
       which the running sum of what is kept, in order of token ids, exceeds u times its total. Parameters are rounded to
       float32 first.
+    add_lora(y_TN, x_TK, updates, AdapterTokens) -> y_TN plus the update of each token's adapter; may write into y.
+      updates: by the index of the adapter; None: it does not change this linear.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
     fused_layer_loop(layers, head_dim, eps) -> FusedLayerLoop for layers made with `prepare_linear`; None: these layers
       or kernels do not support it.
@@ -322,6 +344,7 @@ class Kernels:
     route: Route
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    add_lora: Callable[[torch.Tensor, torch.Tensor, Sequence[LowRankUpdate | None], AdapterTokens], torch.Tensor]
     backends: dict[str, str]
     prepare_experts: Callable[[ExpertWeights, str], Experts] | None = None
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None

@@ -3,13 +3,15 @@
 Norms and rotations are computed in float32 and rounded once, as transformers does.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.activations.act_quant import act_quant_oracles
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
-from pipeline.kernels.contract import AttentionInput, Kernels, Linear
+from pipeline.kernels.contract import AdapterTokens, AttentionInput, Kernels, Linear, LowRankUpdate
 from pipeline.kernels.experts import route
 from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA
 from pipeline.weights.packed import LinearWeight
@@ -136,6 +138,22 @@ def gate_mul(gate_up_T2F: torch.Tensor, activation: str) -> torch.Tensor:
     return (F.silu(gate_TF) if activation == "silu" else F.gelu(gate_TF, approximate="tanh")) * up_TF
 
 
+def add_lora(
+    y_TN: torch.Tensor, x_TK: torch.Tensor, updates: Sequence[LowRankUpdate | None], tokens: AdapterTokens
+) -> torch.Tensor:
+    """Add the updates adapter by adapter, in place."""
+    for adapter, rows in tokens.groups:
+        update = updates[adapter]
+        if update is None:
+            continue
+        low_MR = x_TK[rows] @ update.a_RK.T
+        if isinstance(rows, slice):
+            y_TN[rows].addmm_(low_MR, update.b_NR.T)
+        else:
+            y_TN.index_add_(0, rows, low_MR @ update.b_NR.T)
+    return y_TN
+
+
 def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
     best_R, token_R = logits_RV.max(dim=-1)
     return torch.stack([token_R, torch.isfinite(best_R).long()])
@@ -181,6 +199,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         route=route,
         greedy=greedy,
         sample=sample,
+        add_lora=add_lora,
         backends=dict.fromkeys(_KERNELS, "torch (reference)"),
         rounded=act_quant_oracles(
             lambda weight: prepare_linear(weight, torch.float32, device), "torch (reference), float32"

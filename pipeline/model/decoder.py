@@ -20,6 +20,7 @@ from pipeline.kernels.memory import advise_huge_pages, on_device
 from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import Activation
 from pipeline.model.load import LayerWeights, WeightReader
+from pipeline.model.lora import Adapters
 from pipeline.model.routed import RoutedExperts
 from pipeline.weights.packed import DenseWeight
 
@@ -225,6 +226,7 @@ class Decoder:
         if kernels.fused_layer_loop is not None and _is_fusable(config):
             self._decode_steps = kernels.fused_layer_loop(self.layers, config.head_dim, config.norm_eps)
         self.num_widened = len(reader.widened)
+        self.adapters: Adapters | None = None
 
     def forward(
         self,
@@ -234,21 +236,26 @@ class Decoder:
         attn_metadata: AttentionInput,
         row_R: np.ndarray,
         kv: KVCache,
+        adapter_T: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Compute the step's tokens, write their keys and values into `kv`, and return the last hidden states (R, H) of
         the tokens `row_R`.
 
-        rotations: of the tokens' positions, one for each rope of the model. Later steps need only the keys and values
-        of the last layer, so the rest of that layer is computed for `row_R` alone.
+        rotations: of the tokens' positions, one for each rope of the model. adapter_T: index in `adapters` of each
+        token's adapter, -1: none; None: no token has one. Later steps need only the keys and values of the last layer,
+        so the rest of that layer is computed for `row_R` alone.
         """
         x_TH = self.embed(token_ids_T, positions_T)
         residual_TH = torch.zeros_like(x_TH)
-        fused_loop = self._decode_steps
+        fused_loop, layers = self._decode_steps, self.layers
+        if adapter_T is not None:
+            assert self.adapters is not None
+            fused_loop, layers = None, self.adapters.adapted(layers, adapter_T, row_R)
         if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.supports(attn_metadata, kv.layers):
             fused_loop.run(x_TH, residual_TH, rotations, attn_metadata, kv.layers)
         else:
-            for layer in self.layers:
-                wanted_R = row_R if layer is self.layers[-1] else None
+            for layer in layers:
+                wanted_R = row_R if layer is layers[-1] else None
                 x_TH, residual_TH = layer.forward(x_TH, residual_TH, rotations, attn_metadata, kv, wanted_R)
         if len(row_R) == 0:
             return x_TH

@@ -5,7 +5,7 @@ safetensors library checks headers: sizes, types and offsets must cover the file
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,14 +94,21 @@ class Checkpoint:
     """Named tensors of a folder, each returned exactly once; `finish` checks that none is left.
 
     unused: suffixes of tensor names that may be left. device: device of the returned tensors. On a GPU, quantized
-    tensors arrive as stored and are unpacked there, which costs the host neither memory nor time.
+    tensors arrive as stored and are unpacked there, which costs the host neither memory nor time. files: those to read,
+    if not the model's.
     """
 
-    def __init__(self, folder: Path, unused: tuple[str, ...] = (), device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        unused: tuple[str, ...] = (),
+        device: torch.device = CPU,
+        files: Sequence[Path] | None = None,
+    ) -> None:
         self.folder, self.device = folder, device
         self.home: dict[str, Path] = {}
         self.open: dict[Path, object] = {}
-        for path in checkpoint_files(folder):
+        for path in checkpoint_files(folder) if files is None else files:
             try:
                 handle = safe_open(path, framework="pt")
                 self.open[path] = handle.__enter__()
@@ -167,6 +174,14 @@ class Checkpoint:
         if self.left:
             some = ", ".join(sorted(self.left)[:5])
             raise ModelError(f"{self.folder}: {len(self.left)} tensors are not part of this architecture: {some}")
+
+
+def rotary_rows(config: ModelConfig, order_D: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the fused q, k, v with the values of each query and key head in this order."""
+    num_rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
+    rows_MD = torch.arange((num_rotated + config.num_kv_heads) * head_dim).view(-1, head_dim)
+    rows_MD[:num_rotated] = rows_MD[:num_rotated, order_D]
+    return rows_MD.flatten()
 
 
 class WeightReader:
@@ -253,7 +268,9 @@ class WeightReader:
             order_D = rotary_order(spec.rope, self.config.head_dim)
             qkv = self._fused(linears["qkv"], spec.qkv_bias)
             yield LayerWeights(
-                qkv=qkv if order_D is None else select_outputs(qkv, self._rotary_rows(order_D, qkv.out_features)),
+                qkv=qkv
+                if order_D is None
+                else select_outputs(qkv, rotary_rows(self.config, order_D).to(self.checkpoint.device)),
                 o=self._fused(linears["o"], spec.o_bias),
                 gate_up=self._fused(linears["gate_up"], spec.mlp_bias) if "gate_up" in linears else None,
                 down=self._fused(linears["down"], spec.mlp_bias) if "down" in linears else None,
@@ -299,13 +316,6 @@ class WeightReader:
             return [*read_expert_blocks(stored, linear, num_experts, bias_EN)]
         stored_EKN = self.checkpoint.read_float(name, (num_experts, inputs, outputs))
         return [DenseWeight(stored_KN.t(), bias_N) for stored_KN, bias_N in zip(stored_EKN, bias_EN, strict=True)]
-
-    def _rotary_rows(self, order_D: torch.Tensor, num_rows: int) -> torch.Tensor:
-        """Return the rows of the fused q, k, v with the values of each query and key head in this order."""
-        c = self.config
-        rows_MD = torch.arange(num_rows).view(-1, c.head_dim)
-        rows_MD[: c.num_heads + c.num_kv_heads] = rows_MD[: c.num_heads + c.num_kv_heads, order_D]
-        return rows_MD.flatten().to(self.checkpoint.device)
 
     def _qk_norm(
         self, prefix: str, spec: LayerSpec, order_D: torch.Tensor | None

@@ -46,6 +46,15 @@ def test_a_job_means_the_same_in_another_folder(job_file, tmp_path, monkeypatch)
     assert after.run.ray_address == "auto"
 
 
+def test_adapters_are_found_from_another_folder(job_file, tmp_path):
+    (tmp_path / "short").mkdir()
+    adapters = "model={path: demo, adapters: {a: short, b: 'demo:short', c: owner/name}, adapter: {column: style}}"
+    sent = shipped(job_file, adapters)
+    found = json.loads(sent.files[JOB_FILE])["model"]["adapters"]
+    assert found == {"a": str(tmp_path / "short"), "b": "demo:short", "c": "owner/name"}
+    assert sent.made_absolute["model.adapters.a"] == "short"
+
+
 def test_the_name_follows_the_output_and_the_digest_all_else(job_file):
     one, same = shipped(job_file), shipped(job_file)
     assert (one.name, one.digest) == (same.name, same.digest)

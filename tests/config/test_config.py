@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from datetime import date, datetime
 from pathlib import Path
 
@@ -97,11 +98,39 @@ def test_a_full_job(job):
 def test_every_engine_and_sampling_option_reaches_the_engine(job):
     """Each engine field must be in the job file, or be excluded here on purpose."""
     config = job()
-    not_in_jobs = {"model", "quantization", "speculation", "num_threads"}  # or in another section
+    not_in_jobs = {"model", "adapters", "quantization", "speculation", "num_threads"}  # or in another section
     not_in_jobs |= {"block_size", "kernels", "enable_prefix_caching", "seed"}  # for measuring and tests
     assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields) - {"backend"}
     of_jobs_alone = {"generation_config"}
     assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields) - of_jobs_alone
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ("adapters: {a: x}", "model.adapters: has no effect without model.adapter"),
+        ("adapter: a", "model.adapter: needs model.adapters"),
+        ("adapters: {a: x, b: y}, adapter: c", "model.adapter: 'c' is not in model.adapters; expected one of a, b"),
+        (
+            "adapters: {a: 'demo:x'}, adapter: a",
+            "model.adapters.a: no embedded adapter 'demo:x': expected demo:invoice",
+        ),
+        ("adapters: {a/b: x}, adapter: a/b", "model.adapters.a/b"),
+    ],
+)
+def test_adapters_and_their_names_belong_together(job, keys, message):
+    with pytest.raises(JobFileError, match=re.escape(message)):
+        job(MINIMAL.replace("path: demo", f"path: demo, {keys}"))
+
+
+def test_only_adapters_that_rows_may_use_are_used(job):
+    both = "path: demo, adapters: {a: x, b: y}, adapter: "
+    assert job(MINIMAL.replace("path: demo", f"{both}b")).model.used_adapters == {"b": "y"}
+    by_row = job(MINIMAL.replace("path: demo", f"{both}{{column: style}}"))
+    assert by_row.model.used_adapters == {"a": "x", "b": "y"}
+    assert by_row.urls["model.adapters.b"] == "y"
+    with pytest.raises(JobFileError, match=r"engine.deterministic: is not supported with model.adapters"):
+        job(MINIMAL.replace("path: demo", f"{both}b") + "engine: {deterministic: on}\n")
 
 
 def test_minus_1_is_off_as_in_vllm(job):

@@ -1,6 +1,6 @@
 """Cutting a window into units: all rows, within limits, shared prefixes together, long rows first."""
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import numpy as np
 from hypothesis import given, settings
@@ -33,6 +33,20 @@ def test_rows_are_conserved_within_the_limits(rows, unit_tokens, unit_rows):
         assert sum(tokens) <= unit_tokens or sum(t > 0 for t in tokens) == 1
     again = cut_units(list(prompts), budgets.copy(), unit_tokens, unit_rows)
     assert [u.tolist() for u in again] == [u.tolist() for u in units]
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(st.tuples(st.sampled_from(HEADS), st.sampled_from([None, "a", "b"])), max_size=40))
+def test_rows_of_an_adapter_are_consecutive(rows):
+    prompts, adapters = [head + b"x" for head, _ in rows], [adapter for _, adapter in rows]
+    units = cut_units(prompts, np.zeros(len(rows), dtype=np.int64), 200, 5, adapters)
+    order = [i for unit in units for i in unit.tolist()]
+    assert sorted(order) == list(range(len(rows)))
+    assert [adapter for adapter, _ in groupby(adapters[i] or "" for i in order)] == sorted({a or "" for a in adapters})
+    for adapter in (None, "a"):  # the same order as without the others
+        own = [i for i in range(len(rows)) if adapters[i] == adapter]
+        alone = [own[i] for unit in cut([prompts[i] for i in own], 200, 5) for i in unit]
+        assert alone == [i for i in order if adapters[i] == adapter]
 
 
 def test_longest_first_and_near_equals_in_order():

@@ -110,6 +110,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"engine": {"dtype": "bfloat16"}}, "engine.dtype", UNUSED),
     ({"speculation": {"method": "off"}}, "speculation.method", UNUSED),
     ({"model": {"path": "some/model", "quantization": "int8"}}, "model.quantization", UNUSED),
+    (
+        {"model": {"path": "some/model", "adapters": {"a": "b"}, "adapter": "a"}},
+        "model.adapters",
+        "is not supported with",
+    ),
     ({"task": {"type": "classify"}}, "task.type", "classify is not supported with engine.backend"),
     ({"task": {"type": "embed"}}, "task.dimensions", "required with engine.backend"),
     ({"task": {"type": "embed", "dimensions": 8, "pooling": "mean"}}, "task.pooling", UNUSED),

@@ -48,6 +48,15 @@ class Echo:
             yield done if r.params.n == 1 else replace(done, samples=(done, replace(done, text="b", token_ids=[1])))
 
 
+def test_an_adapter_answers_all_prompts(pipe):
+    Echo.seen.clear()
+    assert pipe("--adapter", "demo:short", "--prompt", "hello")[0] == 0
+    assert list(Echo.seen[0].adapters) == ["adapter"]
+    assert Echo.seen[0].adapters["adapter"].endswith("adapters/short")
+    code, _, err = pipe("--adapter", "nowhere", "--prompt", "hello")
+    assert (code, "nowhere: no such folder" in err) == (2, True)
+
+
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe):
     """Return a function that runs `pipeline generate` in this process with the echo engine."""

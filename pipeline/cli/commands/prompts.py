@@ -36,7 +36,7 @@ _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
 _GROUPS = {
     "Prompts": ("target", "prompt", "chat", "system", "limit"),
     "Output": ("output", "overwrite"),
-    "Model": ("model", "url", "quantization", "device", "dtype"),
+    "Model": ("model", "adapter", "url", "quantization", "device", "dtype"),
     "Sampling": ("max_tokens", "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop", "seed"),
     "Form": ("json_schema", "choice"),
 }
@@ -51,6 +51,7 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command(cls=Grouped, groups=_GROUPS)
 @click.option("--model", metavar="NAME",
               help="A folder, a Hugging Face id, or demo:target-awq (default). With --url: the server's.")  # fmt: skip
+@click.option("--adapter", metavar="NAME", help="LoRA adapter: a folder, a Hugging Face id, or demo:short.")
 @click.option("--url", metavar="URL", help="Use a running server with OpenAI's API, such as http://localhost:8000/v1.")
 @click.option("target", "--input", type=click.Path(allow_dash=True), metavar="PATH",
               help="Text file (one prompt a line) or .jsonl file, also .gz or .zst; - for standard input; or an "
@@ -79,6 +80,7 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @handle_errors
 def generate(
     model: str | None,
+    adapter: str | None,
     url: str | None,
     target: str | None,
     prompt: str | None,
@@ -121,6 +123,8 @@ def generate(
     flags: dict[str, Any] = {"model.path": (model or "demo:target-awq", "--model")}
     if url is not None:
         flags = {"engine.backend": ({"url": url, "model": model}, "--url")}
+    if adapter is not None:
+        flags |= {"model.adapters": ({"adapter": adapter}, "--adapter"), "model.adapter": ("adapter", "--adapter")}
     flags |= {**_sampling_flags(sampling, stop), **_form_flags(json_schema, choice)}
     if chat or system is not None:
         flags["prompt.chat"] = ({} if system is None else {"system": system}, "--chat")

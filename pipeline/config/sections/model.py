@@ -2,15 +2,17 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, StringConstraints, field_validator
 
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
-from pipeline.config.values import NUMERICS, ConfigSection, ModelPath
+from pipeline.config.values import IDENTITY, NUMERICS, AdapterPath, ConfigSection, ModelPath, PerRow
 from pipeline.stores.filesystem import is_url
+
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
 
 
 class ModelSection(ConfigSection):
-    """Checkpoint and its quantization on load, which does not affect a draft model."""
+    """Checkpoint, its quantization on load, and its adapters. Neither affects a draft model."""
 
     path: ModelPath = Field(
         description="Checkpoint: a folder, an fsspec url, a Hugging Face id, or an embedded one: demo:target-awq.",
@@ -27,6 +29,27 @@ class ModelSection(ConfigSection):
         description="Branch, tag or commit of a Hugging Face id. Default: the main branch.",
         examples=["v1.1", "1cfa9a7208912126459214e8b04321603b3df60c"],
     )
+
+    adapters: dict[AdapterName, AdapterPath] = Field(
+        default={},
+        description="LoRA adapters by name, in PEFT's layout: folders, fsspec urls, Hugging Face ids, or an embedded "
+        "one: demo:short.",
+        examples=[{"formal": "adapters/formal", "short": "adapters/short"}],
+    )
+    adapter: PerRow[AdapterName] | None = Field(
+        default=None,
+        description="Adapter of all rows, a name from `adapters`; or {column: name}, a column of such names, where "
+        "null is the base model. Default: the base model.",
+        examples=["formal", {"column": "style"}],
+        json_schema_extra=IDENTITY,
+    )
+
+    @property
+    def used_adapters(self) -> dict[str, str]:
+        """Paths of the adapters that rows may use, by name."""
+        if isinstance(self.adapter, str):
+            return {self.adapter: self.adapters[self.adapter]}
+        return {} if self.adapter is None else self.adapters
 
     @field_validator("revision")
     @classmethod

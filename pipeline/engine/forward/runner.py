@@ -65,14 +65,16 @@ class ModelRunner:
         """Compute the logits (R, vocabulary), in the model's dtype, of the rows `step.logit_row_R`. future: tokens for
         which the step has placeholders."""
         sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
-        if self._graphs is not None and self._graphs.supports(step):
+        adapter_T = self._adapters_of(step)
+        if self._graphs is not None and adapter_T is None and self._graphs.supports(step):
             attn_metadata = AttentionInput(*sequences, torch.from_numpy(step.slot_mapping_T), self.block_size)
             return self.decoder.logits(self._graphs.run(step, attn_metadata, future))
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         if future is not None:
             future.put_into(numbers_3T[0], on_device(future.index_2F, self.decoder.device))
         attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
-        return self.decoder.logits(self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, step.logit_row_R))
+        hidden_RH = self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, step.logit_row_R, adapter_T)
+        return self.decoder.logits(hidden_RH)
 
     @torch.inference_mode()
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,7 +85,7 @@ class ModelRunner:
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
         attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
-        hidden_MH = self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, computed_M)
+        hidden_MH = self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, computed_M, self._adapters_of(step))
         row_sets = (np.searchsorted(computed_M, rows) for rows in (step.logit_row_R, row_N))
         hidden_RH, hidden_NH = (hidden_MH[on_device(rows, hidden_MH.device)] for rows in row_sets)
         return self.decoder.logits(hidden_RH), hidden_NH
@@ -95,10 +97,21 @@ class ModelRunner:
         return self.decoder.logits(hidden_RH.to(self.decoder.device, self.decoder.dtype))
 
     def _forward(
-        self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, attn_metadata: AttentionInput, row_R: np.ndarray
+        self,
+        token_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attn_metadata: AttentionInput,
+        row_R: np.ndarray,
+        adapter_T: np.ndarray | None = None,
     ) -> torch.Tensor:
         rotations = self.rotations.at(positions_T)
-        return self.decoder.forward(token_ids_T, positions_T, rotations, attn_metadata, row_R, self.kv)
+        return self.decoder.forward(token_ids_T, positions_T, rotations, attn_metadata, row_R, self.kv, adapter_T)
+
+    def _adapters_of(self, step: StepInput) -> np.ndarray | None:
+        """Return the adapter of each token; None if no token has one, or the model has none, as a draft model."""
+        if step.adapter_S is None or self.decoder.adapters is None:
+            return None
+        return np.repeat(step.adapter_S, np.diff(step.query_start_S1))
 
     @torch.inference_mode()
     def capture_steps(

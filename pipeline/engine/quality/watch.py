@@ -151,7 +151,7 @@ class QualityWatch:
         token_ids = [*row.request.prompt_token_ids, *row.served.token_ids[:-1]]
         task = HiddenStates(len(row.request.prompt_token_ids) - 1)
         for engine in (self._served, self._reference):
-            engine.add(Request(row, token_ids, SamplingParams(), task=task))
+            engine.add(Request(row, token_ids, SamplingParams(), task=task, adapter=row.request.adapter))
 
     def _compared(self, row: _Row, quality: RowQuality) -> list[Completion]:
         request = row.request

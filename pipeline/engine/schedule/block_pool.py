@@ -15,6 +15,12 @@ import numpy as np
 ROOT = b""
 
 
+def chain_root(adapter: str | None) -> bytes:
+    """Return the parent of the first blocks of a text: adapters compute other keys and values, so those with different
+    adapters share no block."""
+    return ROOT if adapter is None else blake2b(adapter.encode(), digest_size=16).digest()
+
+
 def chain_hashes(parent: bytes, token_ids: np.ndarray, block_size: int) -> list[bytes]:
     """Return the hashes of the full blocks of `token_ids`: each covers a block's tokens and everything before it
     (16 bytes of BLAKE2b)."""

@@ -10,7 +10,7 @@ A sequence that generates nothing (engine/reading/) is removed by the step that 
 Suffixes: S sequences, B blocks, N any items.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
 from pipeline.engine.samples import ParentRequest
-from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
+from pipeline.engine.schedule.block_pool import chain_hashes, chain_root
 from pipeline.engine.tasks import HiddenStates, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError, RowError
 from pipeline.tokenization.detokenizer import StopChecker
@@ -224,7 +224,7 @@ class Sequence:
         """Make `hashes` cover the first `num_blocks` full blocks of `token_ids`."""
         known = len(self.hashes)
         if known < num_blocks:
-            parent = self.hashes[-1] if self.hashes else ROOT
+            parent = self.hashes[-1] if self.hashes else chain_root(self.request.adapter)
             self.hashes += chain_hashes(parent, token_ids[known * block_size : num_blocks * block_size], block_size)
 
 
@@ -238,7 +238,9 @@ class SlotWatcher(Protocol):
 class SlotTable:
     """Counters of all running sequences, indexed by slot. The OS commits memory pages only when they are used."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, block_size: int, adapters: Collection[str] = ()) -> None:
+        """adapters: names that requests may use, in the order of their indices."""
+        self.adapter_index = {name: index for index, name in enumerate(adapters)}
         self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
         max_blocks = -(-max_model_len // block_size)
         self.token_ids = np.zeros((num_slots, max_model_len), dtype=np.int32)
@@ -269,6 +271,7 @@ class SlotTable:
         self.read_from = np.full(num_slots, _LARGEST)  # positions whose hidden states a reader needs; none: _LARGEST
         self.read_to = np.zeros(num_slots, dtype=np.int64)
         self.num_readers = 0  # slots whose reader is not complete
+        self.adapter = np.full(num_slots, -1, dtype=np.int64)
         self.seed = np.zeros(num_slots, dtype=np.uint64)
         self.is_plain = np.zeros(num_slots, dtype=bool)  # `is_greedy` and without log-probabilities
         self.sampling = np.zeros(num_slots, dtype=SAMPLING_OPTIONS)
@@ -311,6 +314,8 @@ class SlotTable:
         if sequence.reader is not None and not (sequence.has_been_read and sequence.generates):
             self.num_readers += 1
             self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
+        adapter = sequence.request.adapter
+        self.adapter[slot] = -1 if adapter is None else self.adapter_index[adapter]
         self.seed[slot] = sequence.seed & 0xFFFFFFFFFFFFFFFF
         self.sampling[slot] = sampling_options(params)
         self.is_plain[slot] = is_plain(params)

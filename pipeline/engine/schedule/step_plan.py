@@ -118,6 +118,7 @@ class StepInput:
     context_len_S: np.ndarray  # int32: tokens up to and including this step's
     block_table_SM: np.ndarray  # int32
     logit_row_R: np.ndarray  # int64: tokens of the step whose logits are computed
+    adapter_S: np.ndarray | None = None  # int64: index of each sequence's adapter, -1: none; None: no sequence has one
 
 
 def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
@@ -135,6 +136,7 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     logit_row_R = query_end_S[plan.samples_S] - 1
     if plan.draft_S is not None:
         logit_row_R = ranges(logit_row_R - plan.draft_S[plan.samples_S], plan.draft_S[plan.samples_S] + 1)
+    adapter_S = table.adapter[slot_S] if table.adapter_index else None
     return StepInput(
         token_id_T=table.token_ids.take(slot_T * table.max_model_len + position_T).astype(np.int64),
         position_T=position_T,
@@ -143,6 +145,7 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
         context_len_S=context_len_S.astype(np.int32),
         block_table_SM=cut_rows(table.block_table, slot_S, 0, max_blocks),
         logit_row_R=logit_row_R,
+        adapter_S=adapter_S if adapter_S is not None and (adapter_S >= 0).any() else None,
     )
 
 

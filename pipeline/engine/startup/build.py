@@ -77,7 +77,7 @@ def _build_on_device(
     if resolved.device.type == "cuda":
         keep_gpu_kernels_in(gpu_kernel_folder())
     log("reading weights")
-    target = LoadedModel.load(folder, model, resolved)
+    target = LoadedModel.load(folder, model, resolved, config.adapters)
     if target.decoder.lm_head is None:  # it does not generate
         resolved = replace(resolved, speculation=SpeculationConfig("off"))
     draft = None

@@ -1,11 +1,12 @@
 """A checkpoint's weights on a device. A runner is made from them once the size of the KV cache is known."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from pipeline.checkpoints.adapters import locate_adapter
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.startup.dummy_steps import (
@@ -18,12 +19,14 @@ from pipeline.engine.startup.dummy_steps import (
 from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
 from pipeline.engine.startup.resolve import Resolved, no_such_weight
 from pipeline.errors import ModelError
+from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.act_quant import ActQuantLinears, with_act_quant
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.load import as_stored
+from pipeline.model.lora import Adapters, read_adapter
 from pipeline.tokenization.tokenizer import Tokenizer
 
 
@@ -37,9 +40,16 @@ class LoadedModel:
     kv_dtype: torch.dtype
 
     @classmethod
-    def load(cls, folder: Path, config: ModelConfig, resolved: Resolved) -> "LoadedModel":
-        """Load the weights. Raises ModelError when the checkpoint's tensors do not match its config, ConfigError when
-        activations are to be quantized and the device or the weights do not support it."""
+    def load(
+        cls, folder: Path, config: ModelConfig, resolved: Resolved, adapters: Mapping[str, str] | None = None
+    ) -> "LoadedModel":
+        """Load the weights. adapters: see `EngineConfig`. Raises ModelError when the tensors of the checkpoint or of an
+        adapter do not match its config, ConfigError when activations are to be quantized and the device or the weights
+        do not support it."""
+        updates = [
+            read_adapter(locate_adapter(path, f"adapter {name}"), config) for name, path in (adapters or {}).items()
+        ]
+        on_device = Adapters(updates, resolved.dtype, resolved.device) if updates else None
         keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
             config,
             resolved.dtype,
@@ -52,6 +62,7 @@ class LoadedModel:
             kernels = with_act_quant(kernels, resolved.activation_dtype, resolved.device)
         config = config.for_length(resolved.max_model_len)
         decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device)
+        decoder.adapters = on_device
         if isinstance(kernels.prepare_linear, ActQuantLinears) and kernels.prepare_linear.num_rounded == 0:
             raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
         return cls(config, decoder, kernels, resolved.kv_dtype)
@@ -78,6 +89,9 @@ class LoadedModel:
         """Description of its weights for the log."""
         stored = self.config.quantization
         kind = "dense" if stored is None else str(stored)
+        adapters = self.decoder.adapters
+        if adapters is not None:
+            kind += f"; adapters of {shown_bytes(adapters.num_bytes)}"
         widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
         if stored is not None and stored.has_activations and not isinstance(linears, ActQuantLinears):
             kind += ", activations not quantized"

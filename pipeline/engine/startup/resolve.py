@@ -170,3 +170,8 @@ def _check_supported(config: EngineConfig) -> None:
         raise ConfigError(
             f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: expected a number in (0, 1]"
         )
+    if config.adapters and config.deterministic:
+        raise ConfigError(
+            "engine.deterministic: cannot be combined with adapters, whose products are not batch-invariant; remove "
+            "one of the two"
+        )

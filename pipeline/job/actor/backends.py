@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints.adapters import resolve_adapter
 from pipeline.checkpoints.locate import NO_CHECKPOINT, resolve_model, resolve_tokenizer
 from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.params import EngineConfig
@@ -92,9 +93,16 @@ def _configs_here(spec: WorkSpec, retries: RetryCounts) -> tuple[EngineConfig, R
     speculation = config.speculation_config
     if speculation.model is not None and spec.draft is not None:
         draft = folder(speculation.model, spec.draft, "speculation.model")
+    adapters = {
+        name: path
+        if Path(path).is_dir()
+        else str(resolve_adapter(spec.adapters[name], spec.storage, f"model.adapters.{name}", retries=retries))
+        for name, path in config.adapters.items()
+    }
     if reference is not None:
         found = model
         if spec.reference_model is not None:
             found = folder(reference.engine.model, spec.reference_model, "quality.model")
-        reference = replace(reference, engine=replace(reference.engine, model=found))
-    return replace(config, model=model, speculation=replace(speculation, model=draft)), reference
+        reference = replace(reference, engine=replace(reference.engine, model=found, adapters=adapters))
+    speculation = replace(speculation, model=draft)
+    return replace(config, model=model, speculation=speculation, adapters=adapters), reference

@@ -163,18 +163,20 @@ class Tokenize:
             for i, (file, row, expected) in enumerate(zip(*columns, strict=True)):
                 if is_sampled(self._quality_sample, self._seed, file, row):
                     sampled[i] = QualitySample(expected)
+        adapters = unit.own("_adapter").to_pylist()
         if self._chat is None:
             if self._in_pieces:
                 encoded = [self._tokenizer.encode_template(json.loads(prompt)) for _, prompt, _ in accepted]
             else:
                 encoded = self._tokenizer.encode_batch([prompt for _, prompt, _ in accepted])
             pairs = zip(accepted, encoded, strict=True)
-            requests = [Request(i, ids, params, sampled.get(i)) for (i, _, params), ids in pairs]
+            requests = [Request(i, ids, params, sampled.get(i), adapter=adapters[i]) for (i, _, params), ids in pairs]
             return self._with_tasks(unit, requests, failed)
         requests = []
         for i, prompt, params in accepted:
             try:
-                requests.append(Request(i, self._encode_chat(prompt, self._chat), params, sampled.get(i)))
+                ids = self._encode_chat(prompt, self._chat)
+                requests.append(Request(i, ids, params, sampled.get(i), adapter=adapters[i]))
             except ChatTemplateError as refused:
                 failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(refused)))
         return self._with_tasks(unit, requests, failed)

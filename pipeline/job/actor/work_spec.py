@@ -53,8 +53,8 @@ class Backend(Protocol):
 class WorkSpec:
     """Settings that an actor needs. Picklable; storage options may hold secrets and are never shown.
 
-    An `EngineConfig` names the folders in which the driver found the models. `model` and `draft` are the job file's
-    values, for machines on which these folders do not exist.
+    An `EngineConfig` names the folders in which the driver found the models. `model`, `draft` and `adapters` are the
+    job file's values, for machines on which these folders do not exist.
     """
 
     backend: Backend
@@ -72,6 +72,7 @@ class WorkSpec:
     chat_template: str | None = None  # instead of the checkpoint's own
     revision: str | None = None  # model.revision of the job file
     draft: str | None = None
+    adapters: Mapping[str, str] = field(default_factory=dict)  # the job file's values of those that rows may use
     reference: ReferenceConfig | None = None  # for quality.sample, with the driver's folder of the model
     reference_model: str | None = None  # quality.model of the job file
     quality_sample: float = 0.0

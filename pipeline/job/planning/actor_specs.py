@@ -37,6 +37,7 @@ def flow_spec(
         model=config.model.path,
         revision=config.model.revision,
         draft=config.speculation.model,
+        adapters=config.model.used_adapters,
         engine=engine,
         reference=reference_of(job, engine) if isinstance(engine, EngineConfig) else None,
         reference_model=config.quality.model,

@@ -84,5 +84,13 @@ def reasoning_markers(sampling: SamplingSection, model: Path) -> ReasoningMarker
     return found
 
 
+def check_adapter(adapter: Path, model: Path) -> None:
+    """Raise ModelError if the adapter in a folder has unsupported options, or does not fit the checkpoint `model`."""
+    from pipeline.model.config import read_config
+    from pipeline.model.lora import read_adapter
+
+    read_adapter(adapter, read_config(model))
+
+
 def shown_values(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())

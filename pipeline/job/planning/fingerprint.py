@@ -76,12 +76,17 @@ def fingerprint(
     reads_date: bool = False,
     chat_template: str | None = None,
     later_files: Collection[str] = (),
+    adapters: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a job. `model`: digests by file name; `device`: the resolved `engine.device`, without
     an index; `asks_for_date`: the chat template can print the date; `chat_template`: the text of
-    `prompt.chat.template`; `later_files`: names of appended files, which are not part of the identity."""
+    `prompt.chat.template`; `later_files`: names of appended files, which are not part of the identity; `adapters`: the
+    digests of the adapters that rows may use, by file name."""
     files = {name: digest for name, digest in file_digests(source).items() if name not in later_files}
     identity = _from_json({**identity_of(config), "files": _files(files), "model": dict(model)})
+    if adapters:
+        of_rows = config.model.model_dump(mode="json", include={"adapter"})["adapter"]
+        identity["adapters"] = _from_json({"of_rows": of_rows, "files": dict(adapters)})
     if chat_template is not None:
         identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
     numerics = _from_json(numerics_of(config))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.checkpoints.adapters import adapter_digest
 from pipeline.checkpoints.chat_template import folder_reads_date, reads_date
 from pipeline.checkpoints.digest import model_digest
 from pipeline.config import JobConfig
@@ -80,6 +81,7 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
             reads_date=dated,
             chat_template=template,
             later_files=batches.later_files,
+            adapters={name: adapter_digest(folder) for name, folder in job.adapters.items()},
         ),
         device=device,
     )

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
+from pipeline.checkpoints.adapters import ADAPTER_FILES, adapter_here, resolve_adapter
 from pipeline.checkpoints.chat_template import ADVICE, has_template, read_template
 from pipeline.checkpoints.locate import checkpoint_problem, folder_here, model_kind, resolve_model
-from pipeline.config import JobConfig
+from pipeline.config import FromColumn, JobConfig
 from pipeline.config.contradictions import contradiction_of_lines
 from pipeline.config.requests import prompt_of, sampling_of
 from pipeline.data.columns import is_list, is_text
@@ -34,6 +35,7 @@ from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.checkpoint_values import (
     MODEL_FILES,
     SAMPLING_FILE,
+    check_adapter,
     exceeded_limits,
     reasoning_markers,
     shown_values,
@@ -59,9 +61,15 @@ _NUMBERS = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "m
             "thinking_token_budget")  # fmt: skip
 
 Log = Callable[[str], None]
-# (key, path, storage, revision) -> the folder of a checkpoint. `storage` holds the job's fsspec options by url prefix.
-# Raises ModelError, EnvironmentFailed, and NotKnown if it is not on this machine and must not be downloaded.
-Locate = Callable[[str, str, Mapping[str, Mapping[str, Any]], str | None], Path]
+Storage = Mapping[str, Mapping[str, Any]]  # the job's fsspec options by url prefix
+
+
+class Locate(Protocol):
+    """Find the folders of checkpoints and adapters. Raises ModelError, EnvironmentFailed, and NotKnown if one is not on
+    this machine and must not be downloaded."""
+
+    def model(self, key: str, path: str, storage: Storage, revision: str | None) -> Path: ...
+    def adapter(self, key: str, path: str, storage: Storage) -> Path: ...
 
 
 def silent(text: str) -> None:
@@ -208,6 +216,9 @@ class Resolution:
         named = [("input.columns", name) for name in given or ()]
         named += [(key, name) for key, each in reads for name in each.columns]
         named += [(f"sampling.{option}", name) for option, name in options.items()]
+        adapter = self.config.model.adapter
+        if isinstance(adapter, FromColumn):
+            named.append(("model.adapter", adapter.column))
         if self.config.quality.sample > 0 and quality is not None:
             named.append(("quality.column", quality))
         elsewhere = {name for _, name in named}
@@ -229,6 +240,11 @@ class Resolution:
             key = f"sampling.{option}"
             if name not in absent and (reason := _unfit(option, name, table.schema.field(name).type)):
                 failed.append(ConfigError(f"{key}: {reason}", key=key))
+        if isinstance(adapter, FromColumn) and adapter.column not in absent:
+            kind = table.schema.field(adapter.column).type
+            if not is_text(kind):
+                reason = f"column {adapter.column!r} is {kind}, expected text: names from model.adapters"
+                failed.append(ConfigError(f"model.adapter: {reason}", key="model.adapter"))
         if not failed:
             self.kept = kept
         yield from failed
@@ -248,14 +264,32 @@ class Resolution:
         if self.config.engine.backend is not None:
             self.model = None
         else:
-            self.model = self._locate("model.path", model.path, self.config.storage, model.revision)
+            self.model = self._locate.model("model.path", model.path, self.config.storage, model.revision)
 
     def limits(self) -> Iterator[PipelineError]:
         return iter(()) if self.model is None else exceeded_limits(self.config, self.model)
 
     def draft_checkpoint(self) -> None:
         named = self.config.speculation.model
-        self.draft = None if named is None else self._locate("speculation.model", named, self.config.storage, None)
+        storage = self.config.storage
+        self.draft = None if named is None else self._locate.model("speculation.model", named, storage, None)
+
+    def adapter_checkpoints(self) -> Iterator[PipelineError]:
+        """Find the adapters that rows may use, and check that they fit the checkpoint."""
+        found, failed, unknown = {}, [], False
+        for name, path in self.config.model.used_adapters.items():  # none with a backend, which has the model
+            key = f"model.adapters.{name}"
+            try:
+                found[name] = self._locate.adapter(key, path, self.config.storage)
+                assert self.model is not None
+                check_adapter(found[name], self.model)
+            except NotKnown:
+                unknown = True
+            except PipelineError as error:
+                failed.append(_keyed(key, error))
+        if not failed and not unknown:
+            self.adapters = found
+        yield from failed
 
     def reference_checkpoint(self) -> None:
         """Find the model that rows of `quality.sample` are compared with."""
@@ -266,8 +300,10 @@ class Resolution:
             check_own(config, self.model)
             self.reference = self.model
         else:
-            self.reference = self._locate(REFERENCE, named, config.storage, None)
+            self.reference = self._locate.model(REFERENCE, named, config.storage, None)
             check_same_tokens(self.reference, self.model)
+            for folder in self.adapters.values():
+                check_adapter(folder, self.reference)
 
     def sampling_values(self) -> None:
         """Combine sampling values. The job's own take precedence, then the model's if requested, then the line
@@ -352,6 +388,7 @@ OF_ROWS = (
     JobCheck("model.path", Resolution.checkpoint),
     JobCheck("model.path", Resolution.limits),
     JobCheck("speculation.model", Resolution.draft_checkpoint),
+    JobCheck("model.adapters", Resolution.adapter_checkpoints),
     JobCheck("sampling.generation_config", Resolution.sampling_values),
     JobCheck("sampling.reasoning", Resolution.reasoning),
     JobCheck("task", Resolution.row_task),
@@ -380,13 +417,13 @@ def resolve_job(
 ) -> Resolution:
     """Resolve a job for a run, downloading checkpoints. log: receives progress and the values taken from files.
     retries, append: see `Resolution`. Raises the first failure."""
-    return Resolution(config, fetched(log, retries), log, retries, append).checked(OF_JOB)
+    return Resolution(config, Fetched(log, retries), log, retries, append).checked(OF_JOB)
 
 
 def resolve_rows(config: JobConfig, table: Columns, log: Log) -> ResolvedJob:
     """Resolve how a job processes the rows of `table`, independent of its input and output. Raises the first
     failure."""
-    found = Resolution(config, fetched(log, None), log)
+    found = Resolution(config, Fetched(log, None), log)
     found.table = table
     return found.checked(OF_ROWS).resolved()
 
@@ -394,36 +431,53 @@ def resolve_rows(config: JobConfig, table: Columns, log: Log) -> ResolvedJob:
 def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
     """Resolve the location of a job's prompts and their rendering as chats, for the caller's model. Raises the first
     failure."""
-    found = Resolution(config, on_this_machine)
+    found = Resolution(config, OnThisMachine())
     found.model = model
     return found.checked(OF_PROMPTS)
 
 
-def fetched(log: Log, retries: RetryCounts | None) -> Locate:
-    def locate(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
+@dataclass(frozen=True)
+class Fetched:
+    """`Locate` that downloads what is not on this machine."""
+
+    log: Log
+    retries: RetryCounts | None
+
+    def model(self, key: str, path: str, storage: Storage, revision: str | None) -> Path:
         _check_kind(key, path)
-        return _whole(key, path, resolve_model(path, storage, log, retries, key, revision))
+        return _whole(key, path, resolve_model(path, storage, self.log, self.retries, key, revision))
 
-    return locate
-
-
-def on_this_machine(key: str, path: str, storage: Mapping[str, Mapping[str, Any]], revision: str | None) -> Path:
-    """Locate a checkpoint without downloading anything. For one in a store, check that its files exist."""
-    _check_kind(key, path)
-    if is_url(path):
-        _check_files(key, path, missing_from_store(path, storage_for(path, storage)))
-    folder = folder_here(path, revision)
-    if folder is None or not (folder / "config.json").is_file():
-        raise NotKnown(key)
-    return _whole(key, path, folder.resolve())
+    def adapter(self, key: str, path: str, storage: Storage) -> Path:
+        return resolve_adapter(path, storage, key, self.log, self.retries)
 
 
-def missing_from_store(url: str, storage: Mapping[str, Any]) -> list[str]:
-    """Return the MODEL_FILES that are missing at an fsspec url. `storage`: its fsspec options. Raises ModelError,
+class OnThisMachine:
+    """`Locate` that downloads nothing. For a url it checks that the files exist in the store."""
+
+    def model(self, key: str, path: str, storage: Storage, revision: str | None) -> Path:
+        _check_kind(key, path)
+        if is_url(path):
+            _check_files(key, path, missing_from_store(path, storage_for(path, storage)))
+        folder = folder_here(path, revision)
+        if folder is None or not (folder / "config.json").is_file():
+            raise NotKnown(key)
+        return _whole(key, path, folder.resolve())
+
+    def adapter(self, key: str, path: str, storage: Storage) -> Path:
+        if is_url(path):
+            _check_files(key, path, missing_from_store(path, storage_for(path, storage), ADAPTER_FILES))
+        folder = adapter_here(path, key)
+        if folder is None:
+            raise NotKnown(key)
+        return folder
+
+
+def missing_from_store(url: str, storage: Mapping[str, Any], names: Iterable[str] = MODEL_FILES) -> list[str]:
+    """Return the files of `names` that are missing at an fsspec url. `storage`: its fsspec options. Raises ModelError,
     EnvironmentFailed."""
     try:
         fs, root = filesystem(url, storage)
-        return [name for name in MODEL_FILES if not fs.exists(posixpath.join(root, name))]
+        return [name for name in names if not fs.exists(posixpath.join(root, name))]
     except PipelineError:
         raise
     except Exception as error:

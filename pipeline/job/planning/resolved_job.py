@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.config import FromColumn, JobConfig
+from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.sampling import DEFAULT_MAX_TOKENS, SamplingSection
 from pipeline.config.sections.structured import StructuredFromColumn
@@ -18,6 +19,7 @@ from pipeline.config.sections.task import TaskSection
 from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.request_row import PARAMETERS, REFUSED
+from pipeline.data.row_adapters import RowAdapters
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import WINDOW_BYTES
 from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
@@ -40,6 +42,7 @@ class ResolvedJob:
     task_section: TaskSection
     model: Path | None  # the folder of the checkpoint on this machine; None: only a server knows the model
     draft: Path | None
+    adapters: Mapping[str, Path]  # folders of the adapters that rows may use, by name
     reference: Path | None  # folder of the reference model of quality.sample
     chat_template: str | None  # the text of prompt.chat.template; None: the checkpoint's own, or none
     task: JobTask | None  # None: generate text
@@ -77,7 +80,8 @@ class ResolvedJob:
 
     def engine_config(self, num_threads: int | None = None) -> EngineConfig:
         """Return the config of this project's engine."""
-        return self.config.engine_config(str(self.checkpoint), self.draft and str(self.draft), num_threads)
+        adapters = {name: str(folder) for name, folder in self.adapters.items()}
+        return self.config.engine_config(str(self.checkpoint), self.draft and str(self.draft), num_threads, adapters)
 
     def work_config(self, num_threads: int | None = None) -> EngineConfig | EndpointConfig:
         """Return the config of what computes the rows."""
@@ -124,6 +128,14 @@ def sampling_columns(config: JobConfig) -> Mapping[str, str]:
     }
 
 
+def row_adapters(model: ModelSection) -> RowAdapters | None:
+    """Return the rule that finds the adapter of each row; None: no row has one."""
+    if model.adapter is None:
+        return None
+    column = model.adapter.column if isinstance(model.adapter, FromColumn) else None
+    return RowAdapters(tuple(model.used_adapters), column)
+
+
 def prompt_spec(config: JobConfig, prompt: PromptSection) -> PromptSpec:
     """Return the rule that renders rows as prompts, or rejects them as requests."""
     spec = replace(prompt.spec(), media=config.engine.backend is not None)
@@ -158,5 +170,6 @@ def unit_spec(
         expected=config.quality.column if config.quality.sample > 0 else None,
         default_n=params.n,
         texts=texts,
+        adapters=row_adapters(config.model),
         max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # most full windows fit in one stretch
     )

@@ -58,6 +58,7 @@ def _facts(found: ValidationResult) -> list[tuple[str, str]]:
         ("Keeps", ", ".join(columns["kept"]) or "no input columns"),
         ("Model", f"{facts['model']['path']} ({facts['model']['kind']}{revision})"),
         *([("Draft", f"{draft['path']} ({draft['kind']})")] if (draft := facts.get("draft model")) else []),
+        *([("Adapters", _shown_adapters(used, config))] if (used := facts.get("adapters")) else []),
         *([("Quality", _quality(facts.get("reference model"), config))] if config.quality.sample else []),
         *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
         *([] if task else _own_sampling(facts["model_sampling"], job.sampling)),
@@ -65,6 +66,11 @@ def _facts(found: ValidationResult) -> list[tuple[str, str]]:
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         ("Price", "; ".join(prices) or "not declared (cost.hourly_usd)"),
     ]
+
+
+def _shown_adapters(used: dict[str, dict[str, str]], config: JobConfig) -> str:
+    shown = ", ".join(f"{name} {found['path']} ({found['kind']})" for name, found in used.items())
+    return f"{shown}; {_option(config.model.adapter)}" if isinstance(config.model.adapter, FromColumn) else shown
 
 
 def _quality(reference: dict[str, str] | None, config: JobConfig) -> str:

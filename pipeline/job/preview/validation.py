@@ -18,7 +18,7 @@ from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.job.planning.fingerprint import check_output
 from pipeline.job.planning.plan import plan_of
-from pipeline.job.planning.resolution import OF_JOB, NotKnown, Resolution, on_this_machine
+from pipeline.job.planning.resolution import OF_JOB, NotKnown, OnThisMachine, Resolution
 from pipeline.job.preview.prompt_preview import first_prompt, prompt_tokens
 from pipeline.machine.host import wall_time
 from pipeline.model.families import model_values
@@ -67,7 +67,7 @@ class ValidationResult:
 
 def validate_job(config: JobConfig) -> ValidationResult:
     """Check everything that needs no loaded model."""
-    resolution = Resolution(config, on_this_machine)
+    resolution = Resolution(config, OnThisMachine())
     found = ValidationResult(config.name, resolution)
     for error in resolution.failures(OF_JOB):
         found.note(error.key, error)
@@ -94,6 +94,8 @@ def _checkpoints(found: Resolution) -> dict[str, Any]:
         facts["model"]["revision"] = config.model.revision
     if config.speculation.model is not None:
         facts["draft model"] = _checkpoint(config.speculation.model)
+    if used := config.model.used_adapters:
+        facts["adapters"] = {name: _checkpoint(path) for name, path in used.items()}
     if config.quality.sample > 0 and named is not None:
         facts["reference model"] = _checkpoint(named)
     facts["model_sampling"] = found.model_sampling

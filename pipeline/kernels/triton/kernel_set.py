@@ -6,6 +6,7 @@ import torch
 from triton import knobs
 
 from pipeline.kernels.contract import Kernels
+from pipeline.kernels.reference import add_lora
 from pipeline.kernels.triton import batch_invariant
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
@@ -38,6 +39,7 @@ def triton_kernels(
         route=route,
         greedy=greedy,
         sample=sample,
+        add_lora=add_lora,
         backends={
             "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
             "add_rms_norm": "Triton, one launch",

@@ -31,6 +31,8 @@ ROW = {
     "options": [["a", "b"]] * 2,
 }
 
+ADAPTERS = {"adapters": {"short": "demo:short"}}
+
 # Wrong sections of a job, and the keys of the mistakes.
 BROKEN = [
     ({"output": {"path": "in/out"}}, ["output.path"]),
@@ -58,6 +60,17 @@ BROKEN = [
     ({"engine": {"max_model_len": 4096}}, ["engine.max_model_len"]),
     ({"model": {"path": "demo:target-awq", "quantization": "int8"}}, ["model.quantization"]),
     ({"speculation": {"method": "draft_model", "model": "nowhere"}}, ["speculation.model"]),
+    ({"model": {**ADAPTERS, "adapter": {"column": "nowhere"}}}, ["model.adapter"]),
+    ({"model": {**ADAPTERS, "adapter": {"column": "id"}}}, ["model.adapter"]),
+    (
+        {"model": {"adapters": {"x": "nowhere", "y": "in"}, "adapter": {"column": "text"}}},
+        ["model.adapters.x", "model.adapters.y"],
+    ),
+    ({"model": {**ADAPTERS, "path": "other-shape", "adapter": "short"}}, ["model.adapters.short"]),
+    (
+        {"model": {**ADAPTERS, "adapter": "short"}, "quality": {"sample": 0.5, "model": "other-shape"}},
+        ["quality.model"],
+    ),
     ({"model": {"path": "odd-sampling"}, "sampling": {"generation_config": "model"}}, ["sampling.generation_config"]),
     ({"sampling": {"reasoning": "auto"}}, ["sampling.reasoning"]),
     ({"task": {"type": "embed", "dimensions": 5000}, "sampling": None}, ["task.dimensions"]),
@@ -83,6 +96,9 @@ def demo_job(job, monkeypatch):
         shutil.copytree(demo_model("target"), job.folder / name)
     (job.folder / "bare" / "chat_template.jinja").unlink()
     (job.folder / "without-tokenizer" / "tokenizer.json").unlink()
+    values = json.loads((demo_model("target") / "config.json").read_text())
+    shutil.copytree(demo_model("target"), job.folder / "other-shape")
+    (job.folder / "other-shape" / "config.json").write_text(json.dumps(values | {"intermediate_size": 640}))
     (job.folder / "odd-sampling" / "generation_config.json").write_text('{"temperature": -1}')
     for name, url in (("lines", CHAT), ("texts", TEXT)):
         (job.folder / name).mkdir()

@@ -1,0 +1,205 @@
+"""LoRA adapters in PEFT's layout: y += B A x, with a scale, next to each linear. The base weights stay as they are.
+
+Weights of adapters are fused as those of linears are: the parts' A are stacked, and each part's B is placed on its own
+outputs. Steps without adapters compute the plain layers. Shape suffixes: T tokens, K inputs, N outputs, R ranks.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from pipeline.checkpoints.adapters import ADAPTER_WEIGHTS
+from pipeline.checkpoints.file_checks import checked_file
+from pipeline.errors import ModelError
+from pipeline.kernels.contract import AdapterTokens, InputKernels, Kernels, Linear, LowRankUpdate
+from pipeline.kernels.memory import on_device
+from pipeline.model.adapter_config import AdapterConfig, read_adapter_config
+from pipeline.model.config import ModelConfig
+from pipeline.model.load import PREFIXES, Checkpoint, rotary_rows
+from pipeline.model.rotation import rotary_order
+
+_PEFT = "base_model.model."
+_TENSOR = re.compile(rf"{re.escape(_PEFT)}(.+)\.lora_[AB]\.weight")
+# Parts of the names of unsupported tensors, and what they adapt.
+_UNSUPPORTED = {
+    "lora_magnitude_vector": "DoRA is not supported",
+    "lora_embedding": "adapters of embeddings are not supported",
+    "embed_tokens": "adapters of embeddings are not supported",
+    "lm_head": "adapters of the output embedding are not supported",
+    "experts": "adapters of experts are not supported",
+    ".bias": "biases of an adapter are not supported",
+}
+
+LayerUpdates = dict[str, LowRankUpdate]
+"""Updates of a layer, by linear (qkv, o, gate_up, down)."""
+
+
+def read_adapter(folder: Path, config: ModelConfig) -> list[LayerUpdates]:
+    """Return the updates of each layer of a model, in float32 on the host. Raises ModelError if the adapter has
+    unsupported options or tensors, or belongs to a model of other shapes."""
+    options = read_adapter_config(folder)
+    try:
+        stored = Checkpoint(folder, files=[checked_file(folder / ADAPTER_WEIGHTS)])
+    except FileNotFoundError:
+        raise ModelError(f"{folder}: has no {ADAPTER_WEIGHTS}") from None
+    modules = _modules(stored, config)
+    if not modules:
+        raise ModelError(f"{folder / ADAPTER_WEIGHTS}: has no tensors")
+    layers = []
+    for index in range(config.num_layers):
+        updates: LayerUpdates = {}
+        for linear, parts in config.linears(index).items():
+            read = [_read_part(stored, options, modules.get(name), name, shape) for name, *shape in parts]
+            if any(part is not None for part in read):
+                updates[linear] = _fused(read, [rows for _, rows, _ in parts])
+        order_D = rotary_order(config.layers[index].rope, config.head_dim)
+        if order_D is not None and "qkv" in updates:
+            qkv = updates["qkv"]
+            updates["qkv"] = LowRankUpdate(qkv.a_RK, qkv.b_NR[rotary_rows(config, order_D)])
+        layers.append(updates)
+    stored.finish()
+    return layers
+
+
+def _modules(stored: Checkpoint, config: ModelConfig) -> dict[str, str]:
+    """Return the name in PEFT of each adapted linear, by its name in `ModelConfig.linears`."""
+    known = {name for index in range(config.num_layers) for ps in config.linears(index).values() for name, *_ in ps}
+    found: dict[str, str] = {}
+    for tensor in sorted(stored.home):
+        match = _TENSOR.fullmatch(tensor)
+        ends = [match[1].removeprefix(prefix) for prefix in PREFIXES if match and match[1].startswith(prefix)]
+        name = next((end for end in ends if end in known), None)
+        if match is None or name is None:
+            reason = next((text for part, text in _UNSUPPORTED.items() if part in tensor), "")
+            raise ModelError(
+                f"{stored.home[tensor]}: tensor {tensor}: {reason or 'belongs to no linear of the base model'}"
+            )
+        found[name] = match[1]
+    return found
+
+
+def _read_part(
+    stored: Checkpoint, options: AdapterConfig, module: str | None, name: str, shape_NK: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return A (R, K) and the scaled B (N, R) of a stored linear, or None if the adapter leaves it as it is."""
+    if module is None:
+        if options.is_target(name):
+            raise ModelError(
+                f"{stored.folder / ADAPTER_WEIGHTS}: tensors of {name} are missing; target_modules contains it"
+            )
+        return None
+    rank, (rows, inputs) = options.rank_of(module), shape_NK
+    a_RK = stored.read_float(f"{_PEFT}{module}.lora_A.weight", (rank, inputs)).float()
+    b_NR = stored.read_float(f"{_PEFT}{module}.lora_B.weight", (rows, rank)).float()
+    return a_RK, b_NR * options.scale_of(module)
+
+
+def _fused(parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None], rows: Sequence[int]) -> LowRankUpdate:
+    """Stack the A of linears that read the same input, and place each B on its own outputs."""
+    read = [part for part in parts if part is not None]
+    b_NR = torch.zeros(sum(rows), sum(len(a_RK) for a_RK, _ in read))
+    row = column = 0
+    for part, num_rows in zip(parts, rows, strict=True):
+        if part is not None:
+            rank = len(part[0])
+            b_NR[row : row + num_rows, column : column + rank] = part[1]
+            column += rank
+        row += num_rows
+    return LowRankUpdate(torch.cat([a_RK for a_RK, _ in read]), b_NR)
+
+
+class AdaptableLayer(Protocol):
+    """The linears of `DecoderLayer`, and the kernels that compute their inputs."""
+
+    kernels: Kernels
+    qkv: Linear
+    o: Linear
+    gate_up: Linear | None
+    down: Linear | None
+    before_qkv: InputKernels
+    before_gate_up: InputKernels
+    before_down: InputKernels
+
+
+L = TypeVar("L", bound=AdaptableLayer)
+
+
+@dataclass(frozen=True)
+class _LoraLinear:
+    """A linear and the updates of a step's adapters."""
+
+    base: Linear
+    kernels: Kernels
+    updates: Sequence[LowRankUpdate | None]
+    tokens: AdapterTokens
+
+    def __call__(self, x_TK: Any) -> torch.Tensor:
+        return self.kernels.add_lora(self.base(x_TK), x_TK, self.updates, self.tokens)
+
+
+class Adapters:
+    """All adapters of a decoder, on its device. A step selects them by their index."""
+
+    def __init__(self, adapters: Sequence[Sequence[LayerUpdates]], dtype: torch.dtype, device: torch.device) -> None:
+        """adapters: as `read_adapter` returns them."""
+        self.device = device
+
+        def moved(update: LowRankUpdate | None) -> LowRankUpdate | None:
+            return update and LowRankUpdate(update.a_RK.to(device, dtype), update.b_NR.to(device, dtype))
+
+        self._layers = [
+            {
+                name: [moved(updates.get(name)) for updates in each]
+                for name in {name for updates in each for name in updates}
+            }
+            for each in zip(*adapters, strict=True)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        updates = (update for layer in self._layers for each in layer.values() for update in each)
+        return sum(update.num_bytes for update in updates if update is not None)
+
+    def adapted(self, layers: Sequence[L], adapter_T: np.ndarray, row_R: np.ndarray) -> list[L]:
+        """Return the layers for a step. adapter_T: each token's adapter; -1: none. row_R: the tokens for which the last
+        layer computes more than keys and values."""
+        tokens = _tokens(adapter_T, self.device)
+        last_tokens = tokens if len(row_R) == len(adapter_T) else _tokens(adapter_T[row_R], self.device)
+        return [
+            _adapted(layer, updates, tokens, last_tokens if layer is layers[-1] else tokens)
+            for layer, updates in zip(layers, self._layers, strict=True)
+        ]
+
+
+def _adapted(
+    layer: L, updates: Mapping[str, Sequence[LowRankUpdate | None]], tokens: AdapterTokens, out_tokens: AdapterTokens
+) -> L:
+    """Return a copy of a layer with adapters. out_tokens: tokens whose queries attend."""
+    adapted, kernels = copy(layer), layer.kernels
+    # Adapters read inputs that are not rounded; linears that round theirs then do so themselves.
+    adapted.before_qkv = adapted.before_gate_up = adapted.before_down = kernels
+    if "qkv" in updates:
+        adapted.qkv = _LoraLinear(layer.qkv, kernels, updates["qkv"], tokens)
+    if "o" in updates:
+        adapted.o = _LoraLinear(layer.o, kernels, updates["o"], out_tokens)
+    if "gate_up" in updates and layer.gate_up is not None:
+        adapted.gate_up = _LoraLinear(layer.gate_up, kernels, updates["gate_up"], out_tokens)
+    if "down" in updates and layer.down is not None:
+        adapted.down = _LoraLinear(layer.down, kernels, updates["down"], out_tokens)
+    return adapted
+
+
+def _tokens(adapter_T: np.ndarray, device: torch.device) -> AdapterTokens:
+    groups: list[tuple[int, slice | torch.Tensor]] = []
+    for adapter in np.unique(adapter_T[adapter_T >= 0]).tolist():
+        token_M = np.flatnonzero(adapter_T == adapter)
+        first, stop = int(token_M[0]), int(token_M[-1]) + 1
+        is_run = stop - first == len(token_M)
+        groups.append((adapter, slice(first, stop) if is_run else on_device(token_M, device)))
+    return AdapterTokens(tuple(groups))
