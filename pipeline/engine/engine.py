@@ -23,7 +23,7 @@ from pipeline.engine.forward.runner import DeviceContext, Runner
 from pipeline.engine.grammar.validity import import_jsonschema
 from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, unsupported_reason
-from pipeline.engine.reasoning.tracking import RequestReasoning
+from pipeline.engine.reasoning.requests import RequestReasoning
 from pipeline.engine.samples import ParentRequest, sample_seed
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing

@@ -113,6 +113,76 @@ SMOLLM3 = """
 {%- endif -%}
 """
 
+GPT_OSS = """
+{%- macro type_of(spec) -%}
+    {%- if spec is mapping and spec.type == 'array' -%}{{ type_of(spec['items']) }}[]
+    {%- elif spec is mapping and spec.type -%}{{ spec.type }}
+    {%- else -%}any
+    {%- endif -%}
+{%- endmacro -%}
+{%- macro namespace_of(name, tools) -%}
+    {{- '## ' + name + '\n\nnamespace ' + name + ' {\n\n' }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- '// ' + tool.description|default('') + '\ntype ' + tool.name + ' = ' }}
+        {%- if tool.parameters and tool.parameters.properties %}
+            {{- '(_: {\n' }}
+            {%- for key, spec in tool.parameters.properties.items() %}
+                {{- key + ': ' + type_of(spec) + (',' if not loop.last else '') + '\n' }}
+            {%- endfor %}
+            {{- '}) => any;\n\n' }}
+        {%- else %}
+            {{- '() => any;\n\n' }}
+        {%- endif %}
+    {%- endfor %}
+    {{- '} // namespace ' + name }}
+{%- endmacro -%}
+{%- macro system_message() -%}
+    {%- if model_identity is not defined %}{%- set model_identity = 'You are a large language model.' %}{%- endif %}
+    {{- model_identity + '\nCurrent date: ' + strftime_now('%Y-%m-%d') + '\n\nReasoning: ' }}
+    {{- (reasoning_effort if reasoning_effort is defined else 'medium') + '\n\n# Valid channels: analysis, final.' }}
+{%- endmacro -%}
+{{- '<|start|>system<|message|>' }}{{- system_message() }}{{- '<|end|>' }}
+{%- set has_developer = messages[0].role in ('developer', 'system') %}
+{%- if has_developer or tools %}
+    {{- '<|start|>developer<|message|>' }}
+    {%- if has_developer %}{{- '# Instructions\n\n' + messages[0].content + '\n\n' }}{% endif %}
+    {%- if tools %}{{- '# Tools\n\n' }}{{- namespace_of('functions', tools) }}{% endif %}
+    {{- '<|end|>' }}
+{%- endif %}
+{%- set last_call = namespace(name=none) %}
+{%- for message in (messages[1:] if has_developer else messages) %}
+    {%- if message.role == 'assistant' %}
+        {%- if message.content and '<|channel|>' in message.content %}
+            {{- raise_exception('Put the text of the channel analysis in `thinking`') }}
+        {%- endif %}
+        {%- if 'tool_calls' in message %}
+            {%- if message.thinking %}
+                {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+            {%- endif %}
+            {%- set call = message.tool_calls[0].function %}
+            {{- '<|start|>assistant to=functions.' + call.name + '<|channel|>commentary json<|message|>' }}
+            {{- call.arguments|tojson + '<|call|>' }}
+            {%- set last_call.name = call.name %}
+        {%- elif loop.last and not add_generation_prompt %}
+            {%- if 'thinking' in message %}
+                {{- '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking + '<|end|>' }}
+            {%- endif %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|return|>' }}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+            {%- set last_call.name = none %}
+        {%- endif %}
+    {%- elif message.role == 'tool' %}
+        {{- '<|start|>functions.' + last_call.name + ' to=assistant<|channel|>commentary<|message|>' }}
+        {{- message.content|tojson + '<|end|>' }}
+    {%- elif message.role == 'user' %}
+        {{- '<|start|>user<|message|>' + message.content + '<|end|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{% endif %}
+"""
+
 MISTRAL = """
 {%- set ns = namespace(index=0, system='') %}
 {%- if messages[0]['role'] == 'system' %}
@@ -156,5 +226,6 @@ TEMPLATES = {
     "olmo-2": OLMO2,
     "granite-3": GRANITE,
     "smollm3": SMOLLM3,
+    "gpt-oss": GPT_OSS,
     "mistral": MISTRAL,
 }

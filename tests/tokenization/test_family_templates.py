@@ -24,6 +24,7 @@ CHATS: list[tuple[list[dict[str, Any]], dict[str, Any]]] = [
     ([SYSTEM, USER, REPLY, USER], {"enable_thinking": False}),
     ([SYSTEM, USER, REPLY, USER, REPLY], {}),
     ([SYSTEM | {"tools": [TOOL]}, USER], {"tools": [TOOL]}),
+    ([USER, REPLY | {"thinking": "One moment."}], {"reasoning_effort": "low"}),
     ([USER], {"tools": [TOOL, TOOL], "documents": [{"title": "a", "text": "A, <b>"}, {"title": "b", "text": "é"}]}),
     ([USER, REPLY, USER], {"documents": [{"text": "A"}], "controls": {"length": "short"}}),
 ]

@@ -1,5 +1,5 @@
-"""Markers around a model's reasoning, as texts and as tokens of a checkpoint's vocabulary: each marker is one token, or
-both are searched in the text."""
+"""Markers around a model's reasoning, as texts and as tokens of a checkpoint's vocabulary: each marker is one token,
+both are headers of the harmony format, or both are searched in the text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +44,11 @@ class ReasoningMarkers:
         return cls(given["start"], given["end"])
 
 
+CHANNELS = ReasoningMarkers("<|channel|>analysis<|message|>", "<|channel|>final<|message|>")
+"""Markers of the harmony format (gpt-oss), see `ChannelTokens`."""
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>")
+
+
 @dataclass(frozen=True)
 class MarkerTokens:
     """Token ids of both markers in one vocabulary."""
@@ -52,12 +57,38 @@ class MarkerTokens:
     end_id: int
 
 
+@dataclass(frozen=True)
+class ChannelTokens(MarkerTokens):
+    """Token ids of the harmony format, whose completions consist of messages with a header and a channel:
+
+        <|channel|>analysis<|message|>TEXT<|end|><|start|>assistant<|channel|>final<|message|>TEXT<|return|>
+
+    start_id is `<|channel|>`. end_id is `<|message|>`, which ends reasoning if its header has the channel `final`.
+    """
+
+    message_start_id: int
+    message_end_id: int
+    assistant_ids: tuple[int, ...]
+    final_ids: tuple[int, ...]
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        return frozenset((self.start_id, self.end_id, self.message_start_id, self.message_end_id))
+
+    @classmethod
+    def from_vocabulary(cls, tokenizer: "Vocabulary") -> "ChannelTokens":
+        start, channel, message, end = (tokenizer.added_tokens[text] for text in _HARMONY[:4])
+        assistant, final = tokenizer.continuation([start], "assistant"), tokenizer.continuation([channel], "final")
+        return cls(channel, message, start, end, tuple(assistant), tuple(final))
+
+
 class Vocabulary(Protocol):
     """A `Tokenizer`, whose import needs transformers."""
 
     @property
     def added_tokens(self) -> Mapping[str, int]: ...
     def token_id(self, text: str) -> int | None: ...
+    def continuation(self, ids: Sequence[int], text: str, /) -> list[int]: ...
     def decode(self, ids: Sequence[int], /) -> str: ...
 
 
@@ -69,7 +100,9 @@ def find_markers(wanted: ReasoningMarkers | Literal["auto"], tokenizer: Vocabula
         for start, end in KNOWN:
             if {start, end} <= tokenizer.added_tokens.keys():
                 return ReasoningMarkers(start, end)
-        known = ", ".join(start for start, _ in KNOWN)
+        if tokenizer.added_tokens.keys() >= set(_HARMONY):
+            return CHANNELS
+        known = ", ".join(start for start, _ in (*KNOWN, _HARMONY[1:3]))
         raise ConfigError(
             f"{KEY}: auto: the checkpoint's tokenizer has no known start-of-reasoning token ({known}); "
             f"set the model's own markers, {KEY}: {{start: ..., end: ...}}, or remove the key"
@@ -91,7 +124,10 @@ def find_markers(wanted: ReasoningMarkers | Literal["auto"], tokenizer: Vocabula
 
 
 def marker_tokens(wanted: ReasoningMarkers | Literal["auto"], tokenizer: Vocabulary) -> MarkerTokens | ReasoningMarkers:
-    """Return the ids of the markers, or their texts if one is several tokens. Raises ConfigError as `find_markers`."""
+    """Return the ids of the markers, or their texts if one is several tokens that are not those of the harmony format.
+    Raises ConfigError as `find_markers`."""
     found = find_markers(wanted, tokenizer)
+    if found == CHANNELS and tokenizer.added_tokens.keys() >= set(_HARMONY):
+        return ChannelTokens.from_vocabulary(tokenizer)
     start, end = tokenizer.token_id(found.start), tokenizer.token_id(found.end)
     return found if start is None or end is None else MarkerTokens(start, end)

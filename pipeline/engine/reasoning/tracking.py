@@ -14,12 +14,10 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
-from typing import Literal
 
 import numpy as np
 
-from pipeline.engine.reasoning.markers import KEY, MarkerTokens, ReasoningMarkers, Vocabulary, marker_tokens
+from pipeline.engine.reasoning.markers import KEY, MarkerTokens, ReasoningMarkers
 
 Decode = Callable[[Sequence[int]], str]
 _BLANK_TOKENS = 8  # maximum tokens of a template's whitespace after a start marker
@@ -65,6 +63,10 @@ class RowReasoning:
         """Return the number of known tokens at which the row's budget is used up; None without a budget."""
         return None if self.budget is None else num_prompt + (not self.is_open) + self.budget
 
+    def closing_id(self, generated: np.ndarray) -> int:
+        """Return the token that ends reasoning, or the next of several tokens that do, after these generated tokens."""
+        return self.markers.end_id
+
     def split_tokens(self, token_ids: Sequence[int]) -> tuple[list[int] | None, list[int]]:
         """Return the tokens of the reasoning and of the answer, both without markers. Without an end marker everything
         is reasoning if that has begun, otherwise there is none (None). An end marker alone ends reasoning whose start
@@ -87,11 +89,11 @@ class RowReasoning:
         num_after = len(answer)  # characters after the thought
         if self.markers.end_id in token_ids:
             num_after += len(decode([self.markers.end_id]))
-        thought = _without_end(thought, max(num_cut - num_after, 0))
-        return thought, _without_end(answer, num_cut), len(thought_ids)
+        thought = without_end(thought, max(num_cut - num_after, 0))
+        return thought, without_end(answer, num_cut), len(thought_ids)
 
 
-def _without_end(text: str, num_characters: int) -> str:
+def without_end(text: str, num_characters: int) -> str:
     return text[: max(len(text) - num_characters, 0)]
 
 
@@ -138,32 +140,3 @@ class TextReasoning:
         counts = range(len(token_ids) + 1)
         first, last = bisect_left(counts, begin, key=length), bisect_right(counts, end, key=length) - 1
         return text[begin:end], answer, max(last - first, 0)
-
-
-Wanted = ReasoningMarkers | Literal["auto"]
-
-
-class RequestReasoning:
-    """Reasoning of one tokenizer's requests. Markers are looked up once for equal settings."""
-
-    def __init__(self, tokenizer: Vocabulary) -> None:
-        self._tokenizer = tokenizer
-        self._found = lru_cache(maxsize=64)(lambda wanted: marker_tokens(wanted, tokenizer))
-
-    def unsupported_reason(self, wanted: Wanted, has_budget: bool, has_grammar: bool) -> str | None:
-        """Return why these markers do not support a row's options; None if they do. Raises ConfigError if the tokenizer
-        lacks them."""
-        markers = self._found(wanted)
-        return (
-            text_unsupported_reason(markers, has_budget, has_grammar) if isinstance(markers, ReasoningMarkers) else None
-        )
-
-    def after(
-        self, prompt_ids: np.ndarray, wanted: Wanted, budget: int | None, has_grammar: bool
-    ) -> RowReasoning | TextReasoning:
-        """Build for a row with this prompt (T,) that `unsupported_reason` accepted. budget: maximum number of reasoning
-        tokens; None: unlimited. has_grammar: whether the answer is constrained by one."""
-        markers = self._found(wanted)
-        if isinstance(markers, ReasoningMarkers):
-            return TextReasoning.after(prompt_ids, markers, self._tokenizer.decode)
-        return RowReasoning.after(prompt_ids, markers, budget, has_grammar)

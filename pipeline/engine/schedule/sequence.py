@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.reasoning.channels import ChannelReasoning
 from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
 from pipeline.engine.samples import ParentRequest
 from pipeline.engine.schedule.block_pool import chain_hashes, chain_root
@@ -265,6 +266,7 @@ class SlotTable:
         )  # number of known tokens at which the thinking budget ends
         self.start_id = np.zeros(num_slots, dtype=np.int64)  # reasoning markers of the rows that may reason
         self.end_id = np.zeros(num_slots, dtype=np.int64)
+        self.has_channels = np.zeros(num_slots, dtype=bool)  # `ChannelReasoning`: end_id alone does not end reasoning
         self.has_stops = np.zeros(num_slots, dtype=bool)  # stop strings or ids: checked row by row
         self.generates = np.ones(num_slots, dtype=bool)  # otherwise it ends when all its known tokens are computed
         self.is_compared = np.zeros(num_slots, dtype=bool)
@@ -333,6 +335,7 @@ class SlotTable:
             latest = reasoning.thinking_deadline(num_prompt)
             self.thinking_deadline[slot] = _LARGEST if latest is None else min(latest, _LARGEST)
             self.start_id[slot], self.end_id[slot] = reasoning.markers.start_id, reasoning.markers.end_id
+            self.has_channels[slot] = isinstance(reasoning, ChannelReasoning)
 
     def limit_of(self, sequence: Sequence) -> int:
         """Return the maximum number of tokens that it may reach."""

@@ -19,7 +19,7 @@ from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
 from pipeline.engine.reasoning.tracking import Thinking
 from pipeline.engine.schedule.sequence import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan
-from pipeline.engine.schedule.thinking import budget_exhausted
+from pipeline.engine.schedule.thinking import budget_exhausted, closing_ids, num_thoughts
 from pipeline.engine.stats import EngineStats
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -44,7 +44,7 @@ class GrammarMasks:
 
         Grammars apply after reasoning ends. A row that is reasoning has no mask up to its end marker, also among its
         drafts; one that may begin reasoning may also sample the start marker; one whose budget is used up must sample
-        the end marker.
+        the end marker, or its next token.
         """
         table, slot_S = self._table, plan.sampling_slot_S
         has_grammar_S, may_think = table.has_grammar[slot_S], bool(table.thinking[slot_S].any())
@@ -63,7 +63,7 @@ class GrammarMasks:
             begins = np.flatnonzero(has_grammar_S & (table.thinking[slot_S] == Thinking.MAY_BEGIN))
             mask.also(first_S[begins], table.start_id[slot_S[begins]])
         if len(exhausted):
-            return mask.with_rows(first_S[exhausted], table.end_id[slot_S[exhausted]])
+            return mask.with_rows(first_S[exhausted], closing_ids(table, slot_S[exhausted]))
         return mask if len(mask.row_M) else None
 
     def _of_grammars(
@@ -79,11 +79,10 @@ class GrammarMasks:
             return self._filler.mask(self._matchers(slot_S[constrained]), constrained)
         first = first_S[constrained]
         for index in np.flatnonzero(thinks).tolist():
-            end_id, ids = int(table.end_id[slot_S[constrained[index]]]), drafts[index]
-            thinks[index] = end_id not in ids
-            if not thinks[index]:
-                num_thoughts = ids.index(end_id) + 1
-                drafts[index], first[index] = ids[num_thoughts:], first[index] + num_thoughts
+            count = num_thoughts(table, int(slot_S[constrained[index]]), drafts[index])
+            thinks[index] = count is None
+            if count is not None:
+                drafts[index], first[index] = drafts[index][count:], first[index] + count
         answers = np.flatnonzero(~thinks)
         matchers = self._matchers(slot_S[constrained[answers]])
         return self._filler.mask_with_drafts(matchers, [drafts[index] for index in answers.tolist()], first[answers])
