@@ -149,13 +149,14 @@ def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed:
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, *control: str) -> None:
+    """Write a tokenizer of bytes, two special tokens, and others of the text `control`."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {token: index for index, token in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|bos|>", "<|eos|>"])
+    backend.add_special_tokens(["<|bos|>", "<|eos|>", *control])
     PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|bos|>", eos_token="<|eos|>").save_pretrained(folder)
 
 

@@ -12,8 +12,9 @@ from pipeline.config import load_job
 from pipeline.data.output.parts import PartStore
 from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
-from tests.model_folders import FAMILIES, make_family
-from tests.tokenization.family_templates import GEMMA
+from tests.model_folders import FAMILIES, make_family, small_config, write_checkpoint, write_tokenizer
+from tests.tokenization.family_templates import GEMMA, GPT_OSS
+from tests.weights.packers import mxfp4_experts
 
 ROOT = Path(__file__).parents[3]
 COLUMNS = {  # the results of each job file
@@ -48,16 +49,33 @@ def test_a_job_file_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert table[written.output.rename.get(column, column)].null_count == 0
 
 
-@pytest.mark.parametrize("name", ["gemma", "gpt2", "mixtral"])
+def write_family(folder: Path, name: str) -> Path:
+    """Write a small random checkpoint for the job file `name`, with a chat template."""
+    family = next(each for each in FAMILIES if each.name == {"gemma": "gemma3"}.get(name, name))
+    if name != "gpt-oss":
+        made = make_family(folder, family, seed=3)
+        (made / "chat_template.jinja").write_text(GEMMA)
+        return made
+    plain = write_checkpoint(folder, family, small_config(64, 96, 2, 4, 2) | family.options, seed=3)
+    made, _ = mxfp4_experts(plain, folder.with_name("mxfp4"), seed=3)
+    write_tokenizer(made, *HARMONY)
+    (made / "chat_template.jinja").write_text(GPT_OSS)
+    return made
+
+
+HARMONY = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"
+SETS = {
+    "mixtral": ["model.quantization=none"],  # the small model's sizes are no multiples of a group
+    "gpt-oss": ["sampling.thinking_token_budget=4", "sampling.max_tokens=64"],  # a random model never ends its analysis
+}
+
+
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "mixtral", "gpt-oss"])
 def test_the_job_file_of_a_family_runs_and_resumes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    family = {"gemma": "gemma3"}.get(name, name)
-    folder = make_family(tmp_path / "model", next(each for each in FAMILIES if each.name == family), seed=3)
-    (folder / "chat_template.jinja").write_text(GEMMA)
+    folder = write_family(tmp_path / "model", name)
     sets = [f"model.path={folder}", f"output.path={tmp_path / 'out'}", "engine.max_model_len=null"]
-    if name == "mixtral":
-        sets.append("model.quantization=none")  # the small model's sizes are no multiples of a group
-    job = load_job(f"jobs/{name}.yaml", sets=[*sets, "sampling.max_tokens=24"])
+    job = load_job(f"jobs/{name}.yaml", sets=[*sets, "sampling.max_tokens=24", *SETS.get(name, [])])
     sampled = run_job(job, sample=1)
     (first,) = read_sample(PartStore(job.output.path), sampled.runs[-1].run_id)
     assert run_job(job).work.resumed_rows == 1
@@ -67,6 +85,7 @@ def test_the_job_file_of_a_family_runs_and_resumes(name: str, tmp_path: Path, mo
     replies = table[job.output.rename["generated_text"]].to_pylist()
     assert all(replies)
     assert replies[table["source_row"].to_pylist().index(first.source_row)] == first.text
+    assert ("reasoning" in table.column_names) == (name == "gpt-oss")
 
 
 def test_the_job_file_of_a_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
