@@ -302,7 +302,8 @@ class Kernels:
       by tanh of GELU (arXiv 1606.08415). "clamped_swiglu" is gate * sigmoid(1.702 * gate) * (up + 1), with gate = first
       half, at most 7, and up = second half, between -7 and 7 (gpt-oss).
     route(logits_TE, routing, choice_bias_E): see `Route`.
-    prepare_experts(weights, activation) -> Experts; None: `experts.LoopedExperts` computes them.
+    prepare_experts(weights, activation, prepare_linear) -> Experts. prepare_linear: of their linears, if the set
+      computes experts by linears.
     greedy(logits_RV) -> token_and_finite_2R (int64): the best token of each row, the first one in a tie, and 1 if the
       row is finite. A row with a NaN or +inf, or without a value above -inf, gets 0 and an arbitrary token id of the
       vocabulary. Logits are float32, float16 or bfloat16.
@@ -342,11 +343,11 @@ class Kernels:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     gate_mul: Callable[[torch.Tensor, str], torch.Tensor]
     route: Route
+    prepare_experts: Callable[[ExpertWeights, str, Callable[[LinearWeight], Linear]], Experts]
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     add_lora: Callable[[torch.Tensor, torch.Tensor, Sequence[LowRankUpdate | None], AdapterTokens], torch.Tensor]
     backends: dict[str, str]
-    prepare_experts: Callable[[ExpertWeights, str], Experts] | None = None
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     fused_layer_loop: Callable[[Sequence[LayerParts], int, float], FusedLayerLoop | None] | None = None
     rounded: Mapping[str, RoundedLinears] = field(default_factory=dict)

@@ -4,6 +4,7 @@ Norms and rotations are computed in float32 and rounded once, as transformers do
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from pipeline.kernels.activations.act_quant import act_quant_oracles
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
 from pipeline.kernels.contract import AdapterTokens, AttentionInput, Kernels, Linear, LowRankUpdate
-from pipeline.kernels.experts import route
+from pipeline.kernels.experts import LoopedExperts, route
 from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA
 from pipeline.weights.packed import LinearWeight
 
@@ -197,6 +198,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         rms_norm=lambda x_TH, weight_H, eps: x_TH.copy_(rms_norm(x_TH, weight_H, eps)),
         gate_mul=gate_mul,
         route=route,
+        prepare_experts=partial(LoopedExperts, gate_mul=gate_mul),
         greedy=greedy,
         sample=sample,
         add_lora=add_lora,

@@ -126,6 +126,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     from pipeline.kernels.cpu.attention.attention import attention
     from pipeline.kernels.cpu.compile.threads import init_thread_pool
     from pipeline.kernels.cpu.elementwise import add_rms_norm, gate_mul, norm_rope_write, rms_norm
+    from pipeline.kernels.cpu.experts import prepare_experts
     from pipeline.kernels.cpu.layer_loop import fused_layer_loop
     from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16
     from pipeline.kernels.cpu.linear.linear_int8 import has_vnni, int8_linears
@@ -144,6 +145,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         attention=attention,
         rms_norm=rms_norm,
         gate_mul=gate_mul,
+        prepare_experts=prepare_experts,
         fused_layer_loop=fused_layer_loop,
         backends={
             "linear": linear,
@@ -153,7 +155,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "rms_norm": "numba, one pass",
             "gate_mul": "numba, one pass",
             "route": "torch (reference)",
-            "experts": "one after the other, by the linears",
+            "experts": "one after the other, by the linears; numba",
             "greedy": "numpy",
             "sample": "numpy and torch",
         },

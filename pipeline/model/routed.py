@@ -2,8 +2,7 @@
 
 import torch
 
-from pipeline.kernels.contract import Experts, Kernels
-from pipeline.kernels.experts import LoopedExperts
+from pipeline.kernels.contract import Kernels
 from pipeline.kernels.routing import Routing
 from pipeline.model.load import RoutedWeights
 
@@ -17,11 +16,7 @@ class RoutedExperts:
         self.router = kernels.prepare_linear(weights.router)
         self.choice_bias_E = None if bias_E is None else bias_E.float()
         self.shared_gate = None if weights.shared_gate is None else kernels.prepare_linear(weights.shared_gate)
-        self.experts: Experts
-        if kernels.prepare_experts is not None:
-            self.experts = kernels.prepare_experts(weights.experts, activation)
-        else:
-            self.experts = LoopedExperts(weights.experts, activation, kernels.prepare_linear, kernels.gate_mul)
+        self.experts = kernels.prepare_experts(weights.experts, activation, kernels.prepare_linear)
 
     def __call__(self, x_TH: torch.Tensor, shared_TH: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of the experts' outputs and of the shared expert's, which may be overwritten."""

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from pipeline.kernels.experts import LoopedExperts, route
-from pipeline.kernels.reference import gate_mul, prepare_linear
+from pipeline.kernels.reference import gate_mul
 from pipeline.kernels.routing import Routing
+from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, ExpertWeights
 
 CPU = torch.device("cpu")
@@ -30,24 +31,22 @@ def test_route(routing: Routing, bias: list[float] | None, experts: set[int], we
     assert weight_TA[0, order].tolist() == pytest.approx(weights)
 
 
+@pytest.mark.parametrize("kind", ["reference", "cpu"])
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped_swiglu"])
 @pytest.mark.parametrize(("num_tokens", "num_experts", "top_k"), [(1, 1, 1), (7, 5, 2), (3, 9, 4)])
 def test_each_token_gets_the_weighted_sum_of_its_experts(
-    activation: str, num_tokens: int, num_experts: int, top_k: int
+    kind: str, activation: str, num_tokens: int, num_experts: int, top_k: int
 ) -> None:
     random = torch.Generator().manual_seed(num_tokens)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random)
+        return torch.randn(shape, generator=random).bfloat16().float()  # exact in bfloat16, so that it is compiled
 
-    gate_up = [DenseWeight(normal(24, 8), normal(24)) for _ in range(num_experts)]
-    down = [DenseWeight(normal(8, 12), normal(8)) for _ in range(num_experts)]
-    experts = LoopedExperts(
-        ExpertWeights(tuple(gate_up), tuple(down)),
-        activation,
-        lambda weight: prepare_linear(weight, torch.float32, CPU),
-        gate_mul,
-    )
+    gate_up = [DenseWeight(normal(32, 8), normal(32)) for _ in range(num_experts)]
+    down = [DenseWeight(normal(8, 16), normal(8)) for _ in range(num_experts)]
+    kernels = select_kernels(CPU, torch.float32, kind)
+    experts = kernels.prepare_experts(ExpertWeights(tuple(gate_up), tuple(down)), activation, kernels.prepare_linear)
+    assert isinstance(experts, LoopedExperts) == (kind == "reference")
     x_TH = 3 * normal(num_tokens, 8)
     expert_TA, weight_TA = route(normal(num_tokens, num_experts), Routing(top_k))
     found_TH = experts(x_TH, expert_TA, weight_TA)

@@ -52,7 +52,7 @@ def triton_kernels(
             "greedy": "Triton, two launches",
             "sample": "Triton, two launches",
         },
-        prepare_experts=lambda weights, activation: prepare_experts(weights, activation, dtype, device, deterministic),
+        prepare_experts=lambda weights, gate, _: prepare_experts(weights, gate, dtype, device, deterministic),
         graph_attention=CapturedAttention,
         rounded=fp8_linears(device, dtype, deterministic),
         compile_ahead=compile_ahead,

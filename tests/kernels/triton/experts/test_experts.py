@@ -280,7 +280,6 @@ def test_the_kernel_set_routes_and_prepares_experts() -> None:
     for deterministic in (False, True):
         kernels = triton_kernels(torch.float32, DEVICE, deterministic=deterministic)
         assert kernels.route is route
-        assert kernels.prepare_experts is not None
-        layer = kernels.prepare_experts(random_experts("dense", 2, 8, 8), "silu")
+        layer = kernels.prepare_experts(random_experts("dense", 2, 8, 8), "silu", kernels.prepare_linear)
         assert isinstance(layer, GroupedExperts)
         assert layer.is_fixed == deterministic
