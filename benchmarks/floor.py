@@ -131,6 +131,8 @@ def measure_layers(decoder: Decoder, tokens: Sequence[int]) -> tuple[Curve, Curv
                 layer.qkv(x_qkv)
                 between = time.perf_counter()
                 layer.o(x_o)
+                assert layer.gate_up is not None, "a model without experts"
+                assert layer.down is not None
                 layer.gate_up(x_up)
                 layer.down(x_down)
                 before_s += between - start
