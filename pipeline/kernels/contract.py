@@ -221,6 +221,10 @@ class LowRankUpdate:
     a_RK: torch.Tensor
     b_NR: torch.Tensor
 
+    @property
+    def num_bytes(self) -> int:
+        return self.a_RK.nbytes + self.b_NR.nbytes
+
 
 @dataclass(frozen=True)
 class AdapterTokens:

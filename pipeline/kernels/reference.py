@@ -149,7 +149,7 @@ class LoopedLora:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.a_RK.nbytes + each.b_NR.nbytes for each in self.updates if each is not None)
+        return sum(update.num_bytes for update in self.updates if update is not None)
 
     def __call__(self, y_TN: torch.Tensor, x_TK: torch.Tensor, tokens: AdapterTokens) -> None:
         for adapter, rows in tokens.plan(_tokens_by_adapter):

@@ -90,7 +90,8 @@ def _multiply_grouped(
     DEPTH: tl.constexpr,
 ):
     """Write a tile of outputs: (P, N), or (P, N / 2) with an ACTIVATION, of interleaved gates and ups. Pair p has row
-    p // PAIRS_PER_ROW of x. Unless pairs are LISTED, each pair is a tile. ADDED: to what out holds. Strides: of experts."""
+    p // PAIRS_PER_ROW of x. Unless pairs are LISTED, each pair is a tile. Strides: of experts. With ADDED, the outputs
+    are added to out."""
     tile, column_M = tl.program_id(1), tl.arange(0, TOKENS)
     if LISTED:
         expert, tile_of_expert = _tile_of_pairs(count_ptr, tile, EXPERTS, PADDED_EXPERTS, TOKENS)
