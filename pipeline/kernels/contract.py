@@ -8,7 +8,7 @@ in a block table.
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.memory import on_device
 from pipeline.kernels.routing import Routing
 from pipeline.weights.packed import ExpertWeights, LinearWeight
+
+P = TypeVar("P")
 
 Linear = Callable[[Any], torch.Tensor]
 """x_TK -> y_TN, in x's type. Owns its packed weight. If it implements `InputKernels`, it also accepts their results."""
@@ -226,10 +228,29 @@ class LowRankUpdate:
 
 @dataclass(frozen=True)
 class AdapterTokens:
-    """Tokens of a step by adapter, computed once a step: groups of an adapter's index and its tokens (ascending, int64
-    on the device; a slice if they are consecutive). Tokens without an adapter are in no group."""
+    """Index of each token's adapter. One object serves all linears of a step that compute the same tokens."""
 
-    groups: tuple[tuple[int, slice | torch.Tensor], ...]
+    adapter_T: np.ndarray  # int64; -1: none
+    num_adapters: int
+    device: torch.device
+    _plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
+
+    def plan(self, make: Callable[["AdapterTokens"], P]) -> P:
+        """Return `make(self)`, computed by the first linear of the step."""
+        if make not in self._plans:
+            self._plans[make] = make(self)
+        return self._plans[make]
+
+
+class Lora(Protocol):
+    """The updates of a linear by all adapters, on the device."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def __call__(self, y_TN: torch.Tensor, x_TK: torch.Tensor, tokens: AdapterTokens) -> None:
+        """Add the update of each token's adapter to y, in place."""
+        ...
 
 
 class LayerParts(Protocol):
@@ -314,8 +335,8 @@ class Kernels:
       tokens whose sum reaches top_p of their sum, the first ones in a tie. The sample is the first token with w > 0 at
       which the running sum of what is kept, in order of token ids, exceeds u times its total. Parameters are rounded to
       float32 first.
-    add_lora(y_TN, x_TK, updates, AdapterTokens) -> y_TN plus the update of each token's adapter; may write into y.
-      updates: by the index of the adapter; None: it does not change this linear.
+    prepare_lora(updates) -> Lora: packs the updates of a linear once at load. updates: by the index of the adapter;
+      None: it does not change this linear.
     graph_attention(shape, device) -> GraphAttention; None: steps with this attention cannot be captured.
     fused_layer_loop(layers, head_dim, eps) -> FusedLayerLoop for layers made with `prepare_linear`; None: these layers
       or kernels do not support it.
@@ -346,7 +367,7 @@ class Kernels:
     prepare_experts: Callable[[ExpertWeights, str, Callable[[LinearWeight], Linear]], Experts]
     greedy: Callable[[torch.Tensor], torch.Tensor]
     sample: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    add_lora: Callable[[torch.Tensor, torch.Tensor, Sequence[LowRankUpdate | None], AdapterTokens], torch.Tensor]
+    prepare_lora: Callable[[Sequence[LowRankUpdate | None]], Lora]
     backends: dict[str, str]
     graph_attention: Callable[[GraphShape, torch.device], GraphAttention] | None = None
     fused_layer_loop: Callable[[Sequence[LayerParts], int, float], FusedLayerLoop | None] | None = None

@@ -14,6 +14,7 @@ from pipeline.kernels.activations.act_quant import act_quant_oracles
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
 from pipeline.kernels.contract import AdapterTokens, AttentionInput, Kernels, Linear, LowRankUpdate
 from pipeline.kernels.experts import LoopedExperts, route
+from pipeline.kernels.memory import on_device
 from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA
 from pipeline.weights.packed import LinearWeight
 
@@ -139,20 +140,39 @@ def gate_mul(gate_up_T2F: torch.Tensor, activation: str) -> torch.Tensor:
     return (F.silu(gate_TF) if activation == "silu" else F.gelu(gate_TF, approximate="tanh")) * up_TF
 
 
-def add_lora(
-    y_TN: torch.Tensor, x_TK: torch.Tensor, updates: Sequence[LowRankUpdate | None], tokens: AdapterTokens
-) -> torch.Tensor:
-    """Add the updates adapter by adapter, in place."""
-    for adapter, rows in tokens.groups:
-        update = updates[adapter]
-        if update is None:
-            continue
-        low_MR = x_TK[rows] @ update.a_RK.T
-        if isinstance(rows, slice):
-            y_TN[rows].addmm_(low_MR, update.b_NR.T)
-        else:
-            y_TN.index_add_(0, rows, low_MR @ update.b_NR.T)
-    return y_TN
+class LoopedLora:
+    """Updates of a linear, added adapter by adapter."""
+
+    def __init__(self, updates: Sequence[LowRankUpdate | None], dtype: torch.dtype, device: torch.device) -> None:
+        self.updates = [
+            update and LowRankUpdate(update.a_RK.to(device, dtype), update.b_NR.to(device, dtype)) for update in updates
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(update.num_bytes for update in self.updates if update is not None)
+
+    def __call__(self, y_TN: torch.Tensor, x_TK: torch.Tensor, tokens: AdapterTokens) -> None:
+        for adapter, rows in tokens.plan(_tokens_by_adapter):
+            update = self.updates[adapter]
+            if update is None:
+                continue
+            low_MR = x_TK[rows] @ update.a_RK.T
+            if isinstance(rows, slice):
+                y_TN[rows].addmm_(low_MR, update.b_NR.T)
+            else:
+                y_TN.index_add_(0, rows, low_MR @ update.b_NR.T)
+
+
+def _tokens_by_adapter(tokens: AdapterTokens) -> list[tuple[int, slice | torch.Tensor]]:
+    """Return each adapter of the step with its tokens: a slice if they are consecutive."""
+    groups: list[tuple[int, slice | torch.Tensor]] = []
+    for adapter in np.unique(tokens.adapter_T[tokens.adapter_T >= 0]).tolist():
+        token_M = np.flatnonzero(tokens.adapter_T == adapter)
+        first, stop = int(token_M[0]), int(token_M[-1]) + 1
+        is_run = stop - first == len(token_M)
+        groups.append((adapter, slice(first, stop) if is_run else on_device(token_M, tokens.device)))
+    return groups
 
 
 def greedy(logits_RV: torch.Tensor) -> torch.Tensor:
@@ -201,7 +221,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         prepare_experts=partial(LoopedExperts, gate_mul=gate_mul),
         greedy=greedy,
         sample=sample,
-        add_lora=add_lora,
+        prepare_lora=lambda updates: LoopedLora(updates, dtype, device),
         backends=dict.fromkeys(_KERNELS, "torch (reference)"),
         rounded=act_quant_oracles(
             lambda weight: prepare_linear(weight, torch.float32, device), "torch (reference), float32"

@@ -17,8 +17,7 @@ import torch
 from pipeline.checkpoints.adapters import ADAPTER_WEIGHTS
 from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
-from pipeline.kernels.contract import AdapterTokens, InputKernels, Kernels, Linear, LowRankUpdate
-from pipeline.kernels.memory import on_device
+from pipeline.kernels.contract import AdapterTokens, InputKernels, Kernels, Linear, Lora, LowRankUpdate
 from pipeline.model.adapter_config import AdapterConfig, read_adapter_config
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import PREFIXES, Checkpoint, rotary_rows
@@ -135,27 +134,24 @@ class _LoraLinear:
     """A linear and the updates of a step's adapters."""
 
     base: Linear
-    kernels: Kernels
-    updates: Sequence[LowRankUpdate | None]
+    lora: Lora
     tokens: AdapterTokens
 
     def __call__(self, x_TK: Any) -> torch.Tensor:
-        return self.kernels.add_lora(self.base(x_TK), x_TK, self.updates, self.tokens)
+        y_TN = self.base(x_TK)
+        self.lora(y_TN, x_TK, self.tokens)
+        return y_TN
 
 
 class Adapters:
     """All adapters of a decoder, on its device. A step selects them by their index."""
 
-    def __init__(self, adapters: Sequence[Sequence[LayerUpdates]], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, adapters: Sequence[Sequence[LayerUpdates]], kernels: Kernels, device: torch.device) -> None:
         """adapters: as `read_adapter` returns them."""
-        self.device = device
-
-        def moved(update: LowRankUpdate | None) -> LowRankUpdate | None:
-            return update and LowRankUpdate(update.a_RK.to(device, dtype), update.b_NR.to(device, dtype))
-
+        self.num_adapters, self.device = len(adapters), device
         self._layers = [
             {
-                name: [moved(updates.get(name)) for updates in each]
+                name: kernels.prepare_lora([updates.get(name) for updates in each])
                 for name in {name for updates in each for name in updates}
             }
             for each in zip(*adapters, strict=True)
@@ -163,43 +159,31 @@ class Adapters:
 
     @property
     def num_bytes(self) -> int:
-        updates = (update for layer in self._layers for each in layer.values() for update in each)
-        return sum(update.num_bytes for update in updates if update is not None)
+        return sum(lora.num_bytes for layer in self._layers for lora in layer.values())
 
     def adapted(self, layers: Sequence[L], adapter_T: np.ndarray, row_R: np.ndarray) -> list[L]:
         """Return the layers for a step. adapter_T: each token's adapter; -1: none. row_R: the tokens for which the last
         layer computes more than keys and values."""
-        tokens = _tokens(adapter_T, self.device)
-        last_tokens = tokens if len(row_R) == len(adapter_T) else _tokens(adapter_T[row_R], self.device)
+        tokens = last_tokens = AdapterTokens(adapter_T, self.num_adapters, self.device)
+        if len(row_R) < len(adapter_T):
+            last_tokens = AdapterTokens(adapter_T[row_R], self.num_adapters, self.device)
         return [
-            _adapted(layer, updates, tokens, last_tokens if layer is layers[-1] else tokens)
-            for layer, updates in zip(layers, self._layers, strict=True)
+            _adapted(layer, loras, tokens, last_tokens if layer is layers[-1] else tokens)
+            for layer, loras in zip(layers, self._layers, strict=True)
         ]
 
 
-def _adapted(
-    layer: L, updates: Mapping[str, Sequence[LowRankUpdate | None]], tokens: AdapterTokens, out_tokens: AdapterTokens
-) -> L:
+def _adapted(layer: L, loras: Mapping[str, Lora], tokens: AdapterTokens, out_tokens: AdapterTokens) -> L:
     """Return a copy of a layer with adapters. out_tokens: tokens whose queries attend."""
     adapted, kernels = copy(layer), layer.kernels
     # Adapters read inputs that are not rounded; linears that round theirs then do so themselves.
     adapted.before_qkv = adapted.before_gate_up = adapted.before_down = kernels
-    if "qkv" in updates:
-        adapted.qkv = _LoraLinear(layer.qkv, kernels, updates["qkv"], tokens)
-    if "o" in updates:
-        adapted.o = _LoraLinear(layer.o, kernels, updates["o"], out_tokens)
-    if "gate_up" in updates and layer.gate_up is not None:
-        adapted.gate_up = _LoraLinear(layer.gate_up, kernels, updates["gate_up"], out_tokens)
-    if "down" in updates and layer.down is not None:
-        adapted.down = _LoraLinear(layer.down, kernels, updates["down"], out_tokens)
+    if "qkv" in loras:
+        adapted.qkv = _LoraLinear(layer.qkv, loras["qkv"], tokens)
+    if "o" in loras:
+        adapted.o = _LoraLinear(layer.o, loras["o"], out_tokens)
+    if "gate_up" in loras and layer.gate_up is not None:
+        adapted.gate_up = _LoraLinear(layer.gate_up, loras["gate_up"], out_tokens)
+    if "down" in loras and layer.down is not None:
+        adapted.down = _LoraLinear(layer.down, loras["down"], out_tokens)
     return adapted
-
-
-def _tokens(adapter_T: np.ndarray, device: torch.device) -> AdapterTokens:
-    groups: list[tuple[int, slice | torch.Tensor]] = []
-    for adapter in np.unique(adapter_T[adapter_T >= 0]).tolist():
-        token_M = np.flatnonzero(adapter_T == adapter)
-        first, stop = int(token_M[0]), int(token_M[-1]) + 1
-        is_run = stop - first == len(token_M)
-        groups.append((adapter, slice(first, stop) if is_run else on_device(token_M, device)))
-    return AdapterTokens(tuple(groups))

@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.contract import InputKernels
+from pipeline.kernels.contract import AdapterTokens, InputKernels
 from pipeline.kernels.experts import LoopedExperts
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.routing import Routing
@@ -14,6 +15,7 @@ from tests.gpu.checks import FP8_CODE, TOLERANCES, fp8_tolerance, relative_error
 from tests.gpu.inputs import paged_step, random_int4, widened
 from tests.gpu.targets import TARGETS, Target
 from tests.kernels.experts import FORMS, random_experts
+from tests.kernels.lora import random_updates
 
 EPS = 1e-5
 STEPS = {  # tokens that each sequence computes, its context, and tokens that all contexts begin with
@@ -95,6 +97,24 @@ def test_experts(target: Target, form: str) -> None:
             routed = exact.route(2 * target.normal(tokens, num_experts).float(), Routing(2))
             error = relative_error(ours(x_TH, *routed), its(x_TH.float(), *routed))
             assert error <= 2 * TOLERANCES[target.dtype], (activation, tokens)
+
+
+@TARGETS
+@torch.inference_mode()
+def test_adapters(target: Target) -> None:
+    """Ranks that end within a tile, an adapter without this linear, and tokens of the base model."""
+    kernels, exact = target.kernels(), reference_kernels(torch.float32, target.device)
+    for n, k in target.linears_NK:
+        updates = random_updates((16, 5, 0, 40), n, k)
+        ours, its = kernels.prepare_lora(updates), exact.prepare_lora(updates)
+        for num_tokens in (*target.tokens, 1500):
+            adapter_T = np.random.default_rng(num_tokens).integers(-1, 4, num_tokens)
+            x_TK, y_TN = target.normal(num_tokens, k), target.normal(num_tokens, n)
+            expected = y_TN.to(torch.float32, copy=True)
+            tokens = AdapterTokens(adapter_T, 4, target.device)
+            its(expected, x_TK.float(), tokens)
+            ours(y_TN, x_TK, tokens)
+            assert close(target, (y_TN, expected)), (n, k, num_tokens)
 
 
 @TARGETS

@@ -6,6 +6,7 @@ the number of each of its sequences, whether contexts share their first blocks, 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -129,7 +130,10 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: Captur
     """
     max_tokens = resolved.max_num_batched_tokens
     for num_tokens in _token_counts(max_tokens):
-        runner.execute(_prompts(resolved, num_tokens))
+        step = _prompts(resolved, num_tokens)
+        runner.execute(step)
+        if runner.decoder.adapters is not None:
+            runner.execute(replace(step, adapter_S=np.zeros(len(step.context_len_S), dtype=np.int64)))
     for queries in (1, 2, 4, MAX_QUERIES):
         num_sequences = min(resolved.max_num_seqs, max_tokens // queries)
         if num_sequences and resolved.max_model_len > queries:

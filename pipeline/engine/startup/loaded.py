@@ -49,7 +49,6 @@ class LoadedModel:
         updates = [
             read_adapter(locate_adapter(path, f"adapter {name}"), config) for name, path in (adapters or {}).items()
         ]
-        on_device = Adapters(updates, resolved.dtype, resolved.device) if updates else None
         keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
             config,
             resolved.dtype,
@@ -62,7 +61,7 @@ class LoadedModel:
             kernels = with_act_quant(kernels, resolved.activation_dtype, resolved.device)
         config = config.for_length(resolved.max_model_len)
         decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device)
-        decoder.adapters = on_device
+        decoder.adapters = Adapters(updates, kernels, resolved.device) if updates else None
         if isinstance(kernels.prepare_linear, ActQuantLinears) and kernels.prepare_linear.num_rounded == 0:
             raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
         return cls(config, decoder, kernels, resolved.kv_dtype)

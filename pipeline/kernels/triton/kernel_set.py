@@ -6,7 +6,6 @@ import torch
 from triton import knobs
 
 from pipeline.kernels.contract import Kernels
-from pipeline.kernels.reference import add_lora
 from pipeline.kernels.triton import batch_invariant
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
@@ -16,6 +15,7 @@ from pipeline.kernels.triton.experts.layer import prepare_experts
 from pipeline.kernels.triton.experts.route import route
 from pipeline.kernels.triton.linear.dispatch import DequantBuffer, prepare_linear
 from pipeline.kernels.triton.linear.fp8 import fp8_linears
+from pipeline.kernels.triton.lora import GroupedLora
 from pipeline.kernels.triton.sampling.argmax import greedy
 from pipeline.kernels.triton.sampling.sample import sample
 
@@ -39,7 +39,7 @@ def triton_kernels(
         route=route,
         greedy=greedy,
         sample=sample,
-        add_lora=add_lora,
+        prepare_lora=lambda updates: GroupedLora(updates, dtype, device),
         backends={
             "linear": f"cuBLAS; int4 weights: Triton for few tokens, cuBLAS for many ({widened})",
             "add_rms_norm": "Triton, one launch",

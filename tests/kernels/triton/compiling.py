@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from pipeline.kernels.triton.compile_ahead import argument_types
 from pipeline.kernels.triton.launch import A100, H100, CompileTarget, Launch, shared_bytes_of
-from tests.kernels.triton.expert_launches import FORMS, GPT_OSS_20B, QWEN3_30B, expert_launches
+from tests.kernels.triton.expert_launches import FORMS, GPT_OSS_20B, QWEN3_30B, expert_launches, lora_launches
 from tests.kernels.triton.model_launches import ModelShape, fp8_launches_of, launches_of
 
 MAX_REGISTERS = 255  # of a thread
@@ -179,6 +179,16 @@ def experts(target: CompileTarget) -> dict[str, Launch]:
     return found
 
 
+def adapters(target: CompileTarget) -> dict[str, Launch]:
+    """Return the launches of four adapters of rank 16 of gate and up, with the narrowest tiles and the widest."""
+    sizes = 2 * LLAMA_8B.intermediate_size, LLAMA_8B.hidden_size
+    found = {}
+    for num_tokens in (1, 32, 4096):
+        by_a, by_b = lora_launches(4, 16, *sizes, num_tokens, target)
+        found |= {f"adapters, A, {num_tokens} tokens": by_a, f"adapters, B, {num_tokens} tokens": by_b}
+    return found
+
+
 def with_constants(launch: Launch, **constants: int) -> Launch:
     return replace(launch, constants={**launch.constants, **constants})
 
@@ -199,7 +209,7 @@ def chosen(name: str) -> dict[str, Launch]:
         for key, launch in launches_of(shape, dtype, target, span, with_fp8_cache=True).items()
         if key in ("norm_rope_write", "convert", "decode, 1 queries", "prefill", *CASCADE[:2])
     }
-    all_of |= over_fp8 | experts(target)
+    all_of |= over_fp8 | experts(target) | adapters(target)
     for suffix, with_fp8 in (("", False), (", fp8 cache", True)):
         capped = launches_of(LLAMA_8B, torch.bfloat16, target, with_fp8_cache=with_fp8, softcap=50.0, with_sinks=True)
         all_of |= {f"{key}{suffix}, softcap and sinks": capped[key] for key in SOFTMAX}

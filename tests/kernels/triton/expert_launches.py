@@ -1,9 +1,10 @@
-"""Launches of expert layers on tensors without memory: compiling them needs no GPU."""
+"""Launches of expert layers and of adapters on tensors without memory: compiling them needs no GPU."""
 
 from dataclasses import dataclass
 
 import torch
 
+from pipeline.kernels.contract import LowRankUpdate
 from pipeline.kernels.routing import Routing
 from pipeline.kernels.triton.experts.grouped_product import grouped_launch
 from pipeline.kernels.triton.experts.pairs import Pairs, assign_launch, combine_launch
@@ -11,6 +12,7 @@ from pipeline.kernels.triton.experts.route import route_launch
 from pipeline.kernels.triton.experts.weights import GroupedWeights
 from pipeline.kernels.triton.launch import CompileTarget, Launch
 from pipeline.kernels.triton.linear.int4 import BLOCK, CHUNK, adjacent_inputs
+from pipeline.kernels.triton.lora import GroupedLora
 
 _META = torch.device("meta")
 
@@ -90,3 +92,14 @@ def expert_launches(shape: ExpertShape, form: str, num_tokens: int, target: Comp
         "down": grouped_launch(up_PF, down, pairs, 1, y_PH, target),
     }
     return found | products | {"combine": combine_launch(y_PH, weight_TA, x_TH)}
+
+
+def lora_launches(
+    num_adapters: int, rank: int, num_outputs: int, num_inputs: int, num_tokens: int, target: CompileTarget
+) -> tuple[Launch, Launch]:
+    """Return the products by A and by B of a linear's adapters."""
+    update = LowRankUpdate(empty(rank, num_inputs), empty(num_outputs, rank))
+    lists = empty(num_adapters, dtype=torch.int32), empty(num_adapters, num_tokens, dtype=torch.int32)
+    pairs = Pairs(empty(num_tokens, dtype=torch.int64), num_adapters, *(lists if num_tokens > 1 else ()))
+    lora = GroupedLora([update] * num_adapters, torch.bfloat16, _META, target)
+    return lora.launches(empty(num_tokens, num_outputs), empty(num_tokens, num_inputs), pairs)

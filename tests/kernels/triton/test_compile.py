@@ -24,6 +24,7 @@ EVERYWHERE = {
     "add_rms_norm", "rms_norm", "rms_norm, float32 weight", "norm_rope_write", "gate_mul", "gate_mul, gelu",
     *(f"experts, {name}, Qwen3-30B-A3B" for name in ("route", "assign", "combine", *QUANTIZED, "bf16, 4096 tokens")),
     "experts, mxfp4, 64 tokens, gpt-oss-20b", "experts, mxfp4, 4096 tokens, gpt-oss-20b",
+    *(f"adapters, {part}, {tokens} tokens" for part in "AB" for tokens in (1, 32, 4096)),
 }  # fmt: skip
 
 

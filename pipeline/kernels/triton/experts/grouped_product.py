@@ -84,12 +84,14 @@ def _multiply_grouped(
     LISTED: tl.constexpr,
     PAIRS_PER_ROW: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ADDED: tl.constexpr,
     OUTPUTS: tl.constexpr,
     TOKENS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
     """Write a tile of outputs: (P, N), or (P, N / 2) with an ACTIVATION, of interleaved gates and ups. Pair p has row
-    p // PAIRS_PER_ROW of x. Unless pairs are LISTED, each pair is a tile. Strides: of experts."""
+    p // PAIRS_PER_ROW of x. Unless pairs are LISTED, each pair is a tile. Strides: of experts. With ADDED, the outputs
+    are added to out."""
     tile, column_M = tl.program_id(1), tl.arange(0, TOKENS)
     if LISTED:
         expert, tile_of_expert = _tile_of_pairs(count_ptr, tile, EXPERTS, PADDED_EXPERTS, TOKENS)
@@ -129,6 +131,8 @@ def _multiply_grouped(
         total_NM += bias_N.to(tl.float32)[:, None]
     if ACTIVATION is None:
         out_at = out_ptr + pair_M.to(tl.int64)[None, :] * num_outputs + output_N[:, None]
+        if ADDED:
+            total_NM += tl.load(out_at, mask=mask_N[:, None] & mask_M[None, :], other=0.0).to(tl.float32)
         tl.store(out_at, total_NM.to(out_ptr.dtype.element_ty), mask=mask_N[:, None] & mask_M[None, :])
     else:
         gate_FM, up_FM = tl.split(tl.permute(total_NM.reshape(OUTPUTS // 2, 2, TOKENS), 0, 2, 1))
@@ -183,8 +187,9 @@ def grouped_launch(
     target: CompileTarget,
     activation: str | None = None,
     tile: GroupedTile | None = None,
+    is_added: bool = False,
 ) -> Launch:
-    """Return the launch that writes the outputs of all pairs that have an expert.
+    """Return the launch that writes the outputs of all pairs that have an expert, or adds them to out if `is_added`.
 
     Pair p has row p // pairs_per_row of x. activation: of interleaved gates and ups, see `weights.interleaved`; out has
     half as many columns then. The default tile is `tile_for`'s.
@@ -193,6 +198,7 @@ def grouped_launch(
     assert x_RK.stride(1) == 1
     assert out_PN.is_contiguous()
     assert pairs.num_experts == weights.num_experts
+    assert activation is None or not is_added
     tile = tile or tile_for(num_pairs, weights, x_RK.dtype, target)
     lists = pairs.count_E, pairs.pair_ET
     strides = x_RK.stride(0), weights.value.stride(0), 0 if weights.scale is None else weights.scale.stride(0)
@@ -214,6 +220,7 @@ def grouped_launch(
             "LISTED": pairs.count_E is not None,
             "PAIRS_PER_ROW": pairs_per_row,
             "ACTIVATION": activation,
+            "ADDED": is_added,
             "OUTPUTS": tile.outputs,
             "TOKENS": tile.tokens,
             "DEPTH": tile.depth,
