@@ -24,9 +24,10 @@ from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.compile_ahead import DistinctLaunches, variant
 from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.model.config import read_config
+from tests.adapters import write_adapter
 from tests.engine.test_gpu_kernels import DRAWN, QWEN3, capture
 from tests.kernels.triton.problems import DEVICE
-from tests.model_folders import Family, write_checkpoint
+from tests.model_folders import Family, load_reference, write_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -40,6 +41,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "drafts, fp8 cache": {"speculation": SPECULATION, "kv_cache_dtype": "fp8"},
     "deterministic": {"deterministic": True},
     "fp8 activations": {"activation_dtype": "fp8"},
+    "adapters": {},
 }
 
 
@@ -64,7 +66,7 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
 def loaded(config: EngineConfig) -> tuple[LoadedModel, Resolved]:
     shape = read_config(Path(config.model))
     resolved = resolve(config, shape)
-    return LoadedModel.load(Path(config.model), shape, resolved), resolved
+    return LoadedModel.load(Path(config.model), shape, resolved, config.adapters), resolved
 
 
 def compile_into(launches: DistinctLaunches, model: LoadedModel, resolved: Resolved) -> None:
@@ -80,10 +82,14 @@ def compile_into(launches: DistinctLaunches, model: LoadedModel, resolved: Resol
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_that_steps_launch_was_compiled(
-    kind: str, int4_folder: Path, launched: dict[Hashable, str], monkeypatch: pytest.MonkeyPatch
+    kind: str, int4_folder: Path, launched: dict[Hashable, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
-    config = config_of(int4_folder, **KINDS[kind])
+    options, adapter = KINDS[kind], None
+    if kind == "adapters":
+        base = load_reference(int4_folder.parent / "plain")
+        options, adapter = {"adapters": {"a": write_adapter(tmp_path / "a", base, 0, targets=".*_proj")}}, "a"
+    config = config_of(int4_folder, **options)
     ahead = DistinctLaunches()
     compile_into(ahead, *loaded(config))
     assert all(variant(launch) == key for key, launch in ahead.of_variant.items()), "small tensors compile alike"
@@ -92,11 +98,11 @@ def test_all_that_steps_launch_was_compiled(
     prompts = [stem + rng.integers(0, 255, n).tolist() for n in (1, 2)] + [[5, 6], rng.integers(0, 255, 20).tolist()]
     with Engine(config) as engine:
         launched.clear()  # loading widens weights, before anything is compiled ahead
-        engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True))
+        engine.generate(prompts, SamplingParams(max_tokens=2, ignore_eos=True), adapter=adapter)
         shape = captured_shapes(resolve(config, read_config(int4_folder)), MIXED)[0]
         capture(engine, max_num_seqs=5, **shape._asdict())
-        options = [{}, *DRAWN]
-        params = [SamplingParams(max_tokens=2 + n % 2, ignore_eos=True, **own) for n, own in enumerate(options)]
+        drawn = enumerate([{}, *DRAWN])
+        params = [SamplingParams(max_tokens=2 + n % 2, ignore_eos=True, **own) for n, own in drawn]
         engine.generate(prompts, params)
     assert len(launched) >= 7
     missing = {name for key, name in launched.items() if key not in ahead.of_variant}
