@@ -290,6 +290,9 @@ class EngineConfig:
     rounding; "none" keeps the stored weights, quantized or not.
     speculation: a `SpeculationConfig`, its method alone ("off", or False), or a mapping of its fields.
     num_threads: CPU threads of this engine while it computes, at most one per processor; None: torch's current number.
+    tensor_parallel_size: number of GPUs that compute each step together, each with a share of every layer; on a CPU,
+    number of processes. See `engine/parallel/`. With `device` cuda:N they are cuda:N and the following ones. Sums are
+    split, so rounding differs from that of one GPU.
     adapters: LoRA adapters that requests may use, by name: folders in PEFT's layout (texts or Paths), or Hugging Face
     ids. The draft model proposes without them.
     """
@@ -312,6 +315,7 @@ class EngineConfig:
     speculation: SpeculationConfig | SpeculationMethod | bool | Mapping[str, Any] = "auto"
     seed: int = 0
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -341,6 +345,11 @@ class EngineConfig:
             ),
             ("seed", _is_int(self.seed), "an integer"),
             ("num_threads", self.num_threads is None or _is_int(self.num_threads), "an integer of at least 1, or none"),
+            (
+                "tensor_parallel_size",
+                _is_int(self.tensor_parallel_size) and self.tensor_parallel_size >= 1,
+                "an integer of at least 1",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"engine.{name} = {getattr(self, name)!r:.80}: expected {expected}")
