@@ -16,7 +16,8 @@ import torch.distributed
 import torch.nn.functional as F
 
 dist: Any = torch.distributed  # process groups of its own: its global one belongs to the caller's program
-TIMEOUT = timedelta(days=1)  # a rank that waits is ended by whoever notices that another one is lost
+MEETING = timedelta(seconds=60)  # for all ranks to connect
+EXCHANGE = timedelta(days=1)  # a rank that waits for a lost one is ended by whoever notices that it is lost
 
 
 class Exchange(NamedTuple):
@@ -72,12 +73,12 @@ class ProcessRanks(OneRank):
         files = dist.FileStore(store, size)
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = TIMEOUT
+            options._timeout = EXCHANGE
             self._group = dist.ProcessGroupNCCL(files, rank, size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # all ranks are on this machine
-            options._timeout = TIMEOUT
+            options._timeout = MEETING
             self._group = dist.ProcessGroupGloo(files, rank, size, options)
         self._device = device
 
@@ -87,7 +88,7 @@ class ProcessRanks(OneRank):
     def sum(self, x_TH: torch.Tensor) -> torch.Tensor:
         if not self._is_alone and x_TH.numel():
             self.num_exchanged += 1
-            self._exchange(lambda: self._group.allreduce([x_TH]))
+            self._exchange(lambda: self._group.allreduce([x_TH], _timed(dist.AllreduceOptions())))
         return x_TH
 
     def embed(self, token_ids_T: torch.Tensor, embedding_LH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -102,16 +103,17 @@ class ProcessRanks(OneRank):
         self.num_exchanged += 1
         parts = [torch.empty_like(logits_RL) for _ in range(self.size if self.rank == 0 else 0)]
         gathered = [parts] if parts else []
-        self._exchange(lambda: self._group.gather(gathered, [logits_RL.contiguous()], dist.GatherOptions()))
+        options = _timed(dist.GatherOptions())
+        self._exchange(lambda: self._group.gather(gathered, [logits_RL.contiguous()], options))
         return torch.cat(parts, dim=1)[:, :vocab_size] if parts else logits_RL
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         """Overwrite the tensor with the leader's on all ranks, and return it."""
-        self._exchange(lambda: self._group.broadcast([x], dist.BroadcastOptions()))
+        self._exchange(lambda: self._group.broadcast([x], _timed(dist.BroadcastOptions())))
         return x
 
     def least(self, value: int) -> int:
-        found, options = torch.tensor([value], device=self._device), dist.AllreduceOptions()
+        found, options = torch.tensor([value], device=self._device), _timed(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp.MIN
         self._exchange(lambda: self._group.allreduce([found], options))
         return int(found[0])
@@ -144,3 +146,8 @@ class ProcessRanks(OneRank):
             start().wait()
         except RuntimeError as error:
             raise self._lost(error) from None
+
+
+def _timed(options: Any) -> Any:
+    options.timeout = EXCHANGE
+    return options

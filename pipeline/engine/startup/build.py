@@ -172,8 +172,7 @@ def start_ranks(
     size, resolved = spec.config.tensor_parallel_size, spec.resolved
     group = RankGroup(size, _plan_bytes(resolved), exits_when_lost=resolved.device.type == "cuda")
     try:
-        for rank in range(1, size):
-            group.start(rank, (rank, size, group.store, rank_spec(spec, rank)))
+        group.start([(rank, size, group.store, rank_spec(spec, rank)) for rank in range(1, size)])
         ranks = ProcessRanks(0, size, group.store, resolved.device, group.lost)
         loaded = load_runner(spec, ranks, log, tokenizer)
         return loaded, ParallelRunner(loaded.runner, spec.model, ranks, group)
