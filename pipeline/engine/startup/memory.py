@@ -99,7 +99,7 @@ def offload_plan(
     layers hold less, or the staging buffers take as much as it frees."""
     if cpu_offload_gb == 0:
         return None
-    layer_bytes = _layer_bytes_on_gpu(config, dtype, activation_dtype)
+    layer_bytes = layer_bytes_on_gpu(config, dtype, activation_dtype)
     layers = spread_layers(layer_bytes, int(cpu_offload_gb * 1e9))
     staging_bytes = STAGING_BUFFERS * max(layer_bytes)
     if layers is None or len(layers) <= STAGING_BUFFERS:
@@ -110,7 +110,7 @@ def offload_plan(
     return OffloadPlan(layers, sum(layer_bytes[index] for index in layers), staging_bytes)
 
 
-def _layer_bytes_on_gpu(config: ModelConfig, dtype: torch.dtype, activation_dtype: str) -> list[int]:
+def layer_bytes_on_gpu(config: ModelConfig, dtype: torch.dtype, activation_dtype: str) -> list[int]:
     """Return the approximate size of each layer's linears and experts, without 16-bit copies of 4-bit weights."""
     linear_bytes, expert_bytes = _bytes_per_parameter(config, dtype, False, activation_dtype)
 
