@@ -94,11 +94,10 @@ def _measure(setting: Setting, share: float) -> OffloadTimes:
 
 def times_to_text(times: Sequence[OffloadTimes]) -> str:
     steps = [f"{name} >12.2f" for name in times[0].steps_s] if times else []
-    rows = [
-        (each.host_bytes / 1e9, each.num_layers, each.card_bytes / 1e9, each.loading_s)
-        + tuple(1e3 * seconds for seconds in (each.copies_s, *each.steps_s.values()))
-        for each in times
-    ]
+    rows = []
+    for each in times:
+        sizes = each.host_bytes / 1e9, each.num_layers, each.card_bytes / 1e9, each.loading_s
+        rows.append((*sizes, *(1e3 * seconds for seconds in (each.copies_s, *each.steps_s.values()))))
     return "\n".join(
         [
             "GB of weights in host memory, their layers, GB on the card, seconds to load and capture; milliseconds of",
