@@ -1,4 +1,4 @@
-"""Time an NVIDIA GPU: kernels, linears, experts, engine steps, whole jobs, and vLLM on the same card.
+"""Time an NVIDIA GPU: kernels, linears, experts, engine steps, weights in host memory, jobs, and vLLM on the card.
 
     python -m benchmarks.gpu --output gpu-times --budget 600
     python -m benchmarks.gpu --output /tmp/smoke --device cpu --smoke
@@ -30,6 +30,7 @@ from benchmarks.gpu.experts import expert_times
 from benchmarks.gpu.jobs import AS_SERVED, SETS, jobs, peer_jobs
 from benchmarks.gpu.kernels import kernel_times
 from benchmarks.gpu.linears import linear_times
+from benchmarks.gpu.offload import offload_times
 from benchmarks.gpu.section import Found, Outcome, RunningSection, Section, Setting
 from benchmarks.gpu.steps import step_times
 from benchmarks.gpu.stopwatch import Rates, measure_rates
@@ -87,6 +88,7 @@ def plan(models: Sequence[str], is_smoke: bool) -> list[Task]:
         Task(f"experts-{large}", expert_times, large, 60, False),
         Task(f"steps-{large}", step_times, large, 120),
         Task(f"jobs-{large}", partial(jobs, names=SETS, variant=AS_SERVED), large, 240),
+        Task(f"offload-{large}", offload_times, large, 120),
     ]
     variants = [(large, variant) for variant in ("fp8 cache", "fp8 activations", "fp8 per token")]
     for model in small:

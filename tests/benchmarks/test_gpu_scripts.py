@@ -41,7 +41,7 @@ def test_every_section_runs_without_the_packages_of_a_job(tmp_path: Path) -> Non
     outcomes = {each["name"]: each["verdict"] for each in figures["outcomes"]}
     assert set(outcomes.values()) == {"done"}
     assert {name.split("-")[0] for name in outcomes} == {
-        "machine", "checkpoints", "kernels", "linears", "experts", "steps", "jobs", "peers",
+        "machine", "checkpoints", "kernels", "linears", "experts", "steps", "jobs", "offload", "peers",
     }  # fmt: skip
     sections = figures["sections"]
     assert all(time["seconds"] > 0 for time in sections["kernels-tiny-awq"]["kernels"])

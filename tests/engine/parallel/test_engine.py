@@ -208,9 +208,9 @@ def test_an_error_while_a_rank_loads_is_reported(tmp_path: Path, monkeypatch: py
 
 
 def test_options_that_ranks_cannot_serve_are_refused() -> None:
-    with pytest.raises(ConfigError, match="engine.tensor_parallel_size = 3: its 4 query heads are not divisible"):
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel_size = 3: its 4 query heads are not divisible"):
         engine(3)
-    with pytest.raises(ConfigError, match="engine.tensor_parallel_size = 0: expected an integer of at least 1"):
+    with pytest.raises(ConfigError, match=r"engine.tensor_parallel_size = 0: expected an integer of at least 1"):
         engine(0)
-    with pytest.raises(ConfigError, match="engine.deterministic: cannot be combined with engine.tensor_parallel_size"):
+    with pytest.raises(ConfigError, match=r"engine.deterministic: cannot be combined with engine.tensor_parallel_size"):
         engine(4, deterministic=True)
