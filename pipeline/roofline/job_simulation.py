@@ -73,7 +73,9 @@ class JobSeconds:
 def kv_room(
     size: DecoderSize, weights: Weights, card: Ceilings, share: float = 0.9, kv_value_bytes: float = DENSE_BYTES
 ) -> int:
-    """Return the KV cache's tokens in `share` of the card's memory minus the weights; 0 if the weights do not fit."""
+    """Return the KV cache's tokens in `share` of each card's memory minus its share of the weights; 0 if the weights do
+    not fit. size: of the whole model."""
+    size = size.local(card.num_cards)
     left = card.memory_bytes * share - weights.resident_bytes(size)
     return max(int(left // size.kv_bytes_per_token(kv_value_bytes)), 0)
 
