@@ -85,8 +85,8 @@ class EngineSection(ConfigSection):
         default=1,
         ge=1,
         le=64,
-        description="GPUs of one engine, which compute each step together, each with a share of the weights; for a model "
-        "larger than one card. Changes rounding.",
+        description="GPUs of one engine, which compute each step together, each with a share of the weights; for a "
+        "model larger than one card. Changes rounding.",
         examples=[4],
         json_schema_extra=NUMERICS,
     )

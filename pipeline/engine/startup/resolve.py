@@ -53,6 +53,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     """Fill in the open options of `config`. Raises ConfigError for options that the machine or model lacks."""
     _check_supported(config)
     device = find_device(config.device)
+    if device.type == "cuda" and device.index + config.tensor_parallel_size > (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"engine.tensor_parallel_size = {config.tensor_parallel_size}: from {device} on, torch sees only "
+            f"{count - device.index} of {count} GPUs"
+        )
     on_gpu = device.type == "cuda"
     dtype = _dtype(config.dtype, device, model)
     limits = _default_limits(config, model, device, dtype)
@@ -169,6 +174,12 @@ def _check_supported(config: EngineConfig) -> None:
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: expected a number in (0, 1]"
+        )
+    if config.deterministic and config.tensor_parallel_size > 2:
+        raise ConfigError(
+            f"engine.deterministic: cannot be combined with engine.tensor_parallel_size = "
+            f"{config.tensor_parallel_size}: the order in which more than two partial sums are added depends on the "
+            "number of tokens; use at most 2, or remove one of the keys"
         )
     if config.adapters and config.deterministic:
         raise ConfigError(
