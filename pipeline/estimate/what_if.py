@@ -169,8 +169,8 @@ def _own_card(resolved: Mapping[str, Any]) -> Card | None:
 
 
 def _num_cards(resolved: Mapping[str, Any]) -> int:
-    """Return the number of cards of an engine. Runs of earlier versions do not record it."""
-    return int(resolved.get("tensor_parallel_size", 1))
+    """Return the number of cards of an engine: the run's on GPUs, else one. Runs of earlier versions record none."""
+    return 1 if resolved.get("device") == "cpu" else int(resolved.get("tensor_parallel_size", 1))
 
 
 def _model(report: RunReport) -> ModelConfig:

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.bench.shapes import SHAPES
+from pipeline.demo import demo_model
+from pipeline.model.config import read_config
+from pipeline.model.sharding import exchanges_of_step
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import AWQ, DENSE, Ceilings, ExpertSize, StepLoad, step_seconds
 from pipeline.roofline.exchanges import (
@@ -34,6 +37,20 @@ def test_a_step_of_a_70b_model_exchanges_this() -> None:
     (only,) = step_exchanges(80, 8192, 128_256, num_cards=4, num_tokens=512, num_rows=0)  # within a prompt
     assert only.count == 159
     assert step_exchanges(1, 8, 1001, num_cards=8, num_tokens=1, num_rows=1)[-1].num_bytes == 2 * 8 * 126
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (8192, 3), (512, 0)])
+def test_the_engine_exchanges_what_the_cost_model_counts(num_tokens: int, num_rows: int) -> None:
+    config, num_cards = read_config(demo_model("target")), 2
+    size = config.size
+    counted = step_exchanges(size.layers, size.hidden, size.vocab, num_cards, num_tokens, num_rows)
+    done = exchanges_of_step(config, num_cards, num_tokens, num_rows, num_rows)
+    for kind, theirs, shares in (("all-reduce", "sum", 1), ("gather", "gather", num_cards)):
+        ours = [each for each in counted if each.kind == kind]
+        engine = [each for each in done if each.kind == theirs]
+        assert sum(each.count for each in ours) == len(engine)
+        num_bytes = sum(each.rows * each.width * shares * 2 for each in engine)
+        assert sum(each.count * each.num_bytes for each in ours) == num_bytes
 
 
 def test_an_all_reduce_takes_its_bytes_and_its_hops() -> None:
