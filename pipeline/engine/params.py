@@ -274,6 +274,8 @@ class EngineConfig:
     `startup/batch_limits.py`.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
+    cpu_offload_gb: GB (10^9 bytes) of the layers' weights to keep in host memory, rounded up to whole layers; each step
+    copies them to the GPU, see `pipeline/model/offload.py`. The draft model's weights stay on the GPU.
     kv_cache_dtype: "auto", the compute dtype, or "fp8": 8 bits and a scale for each token and KV head, also in the
     draft model's cache (see kernels/cache.py).
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
@@ -307,6 +309,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     gpu_memory_utilization: float = 0.9
     kv_cache_memory_bytes: int | None = None
+    cpu_offload_gb: float = 0.0
     kv_cache_dtype: str = "auto"
     activation_dtype: str = "auto"
     kernels: str = "auto"
@@ -343,6 +346,7 @@ class EngineConfig:
                 self.kv_cache_memory_bytes is None or _is_int(self.kv_cache_memory_bytes),
                 "an integer of bytes, or none",
             ),
+            ("cpu_offload_gb", _is_finite(self.cpu_offload_gb) and self.cpu_offload_gb >= 0, "a number of at least 0"),
             ("seed", _is_int(self.seed), "an integer"),
             ("num_threads", self.num_threads is None or _is_int(self.num_threads), "an integer of at least 1, or none"),
             (

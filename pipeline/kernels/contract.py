@@ -39,6 +39,10 @@ class InputKernels(Protocol):
     def gate_mul(self, gate_up_T2F: torch.Tensor, activation: str, /) -> Any: ...
 
 
+class Workspace:
+    """Memory that the linears of a model share. It holds no weights: its contents change from call to call."""
+
+
 @dataclass(frozen=True)
 class Norm:
     """Weight of a norm, and the bias of a LayerNorm."""

@@ -23,7 +23,7 @@ def prepare_linear(weight: LinearWeight, dtype: torch.dtype, device: torch.devic
     """Return a linear with dense weights in `dtype`; quantized weights are dequantized once."""
     weight_NK = weight.dequantize(dtype).to(device)
     bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
-    return lambda x_TK: F.linear(x_TK, weight_NK, bias_N)
+    return partial(F.linear, weight=weight_NK, bias=bias_N)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -22,6 +22,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import Activation
 from pipeline.model.load import LayerWeights, WeightReader
 from pipeline.model.lora import Adapters
+from pipeline.model.offload import LayerOffload
 from pipeline.model.routed import RoutedExperts
 from pipeline.model.sharding import Share
 from pipeline.weights.packed import DenseWeight
@@ -209,9 +210,11 @@ class Decoder:
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
+        offload: LayerOffload | None = None,
         ranks: OneRank = ONE_RANK,
     ) -> None:
         """Load this rank's share of `folder`. `self.config` then describes the share, `config` the whole model.
+        offload: moves each layer as it is loaded.
 
         Raises ModelError if the folder's tensors do not match `config` exactly, or a format cannot be divided."""
         self.kernels, self.dtype, self.device, self.ranks = kernels, dtype, device, ranks
@@ -223,10 +226,15 @@ class Decoder:
         self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)
         position = reader.position_embedding()
         self.position_PH = None if position is None else position.to(device, dtype)
-        self.layers = [
-            DecoderLayer(config, index, share.layer(index, weights), kernels, dtype, device, ranks)
-            for index, weights in enumerate(reader.layers())
-        ]
+        self.layers: list[DecoderLayer] = []
+        for index, weights in enumerate(reader.layers()):
+            own = share.layer(index, weights)
+            self.layers.append(DecoderLayer(config, index, own, kernels, dtype, device, ranks))
+            if offload is not None:
+                offload.add(self.layers[-1])
+        if offload is not None:
+            offload.allocate_staging()
+        self.offload = offload
         self.final_norm = reader.final_norm().to(device, norm_dtype(config, dtype))
         self.lm_head: Linear | None = None
         if reader.has_vocabulary_head:
@@ -267,7 +275,7 @@ class Decoder:
         if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.supports(attn_metadata, kv.layers):
             fused_loop.run(x_TH, residual_TH, rotations, attn_metadata, kv.layers)
         else:
-            for layer in layers:
+            for layer in layers if self.offload is None else self.offload.in_turn(layers):
                 wanted_R = row_R if layer is layers[-1] else None
                 x_TH, residual_TH = layer.forward(x_TH, residual_TH, rotations, attn_metadata, kv, wanted_R)
         if len(row_R) == 0:

@@ -254,6 +254,7 @@ ADDED = [
     ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, fp8-per-token, int8; got 'fp16'"),
     ("engine: {quantization: awq}\n", "named model.quantization here; quantized checkpoints"),
     ("engine: {gpu_memory_utilization: 90}\n", "expected at most 1"),
+    ("engine: {cpu_offload_gb: -1}\n", "expected at least 0"),
     (
         "engine: {kv_cache_memory_bytes: lots}\n",
         "expected a number of bytes, such as 8_000_000 or 8 GiB; got 'lots'",
@@ -379,7 +380,7 @@ FREE = [
     ("path: demo", "path: other/folder"),
     ("prompt:", "name: other\nprompt:"),
     ("prompt:", "run: {actors: 3, max_error_rate: 0.5, drain_timeout: 3 s, notify: x}\nprompt:"),
-    ("prompt:", "engine: {max_num_seqs: 3}\nspeculation: off\nprompt:"),
+    ("prompt:", "engine: {max_num_seqs: 3, cpu_offload_gb: 1}\nspeculation: off\nprompt:"),
     ("path: demo", "path: owner/name, revision: v1"),
     ("prompt:", "speculation: {method: draft_model, model: demo:draft, num_speculative_tokens: 3}\nprompt:"),
     ("prompt:", "cost: {hourly_usd: 3}\nprompt:"),

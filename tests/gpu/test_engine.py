@@ -8,6 +8,7 @@ may be below the lowest allowed one (the best, or the k-th best of a row sampled
 logits' deviation. A wrong step leads to several deviations.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,13 +21,15 @@ import torch
 from pipeline.bench.shapes import bench_model
 from pipeline.demo import demo_model
 from pipeline.engine.engine import Engine
-from pipeline.engine.forward.runner import ModelRunner
+from pipeline.engine.forward.graphs import CudaCapture
+from pipeline.engine.forward.runner import DeviceContext, ModelRunner
 from pipeline.engine.params import Completion, EngineConfig, SamplingParams, SpeculationConfig
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
+from pipeline.engine.startup.resolve import resolve
 from pipeline.kernels.activations.act_quant import with_act_quant
 from pipeline.kernels.reference import reference_kernels
-from pipeline.model.config import read_config
+from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder
 from tests.gpu.targets import TARGETS, Target
 
@@ -39,6 +42,7 @@ OUTPUT, LONGEST, BLOCK_SIZE, SHARED = 6, 320, 64, 70
 FIRST_TOKEN = 16
 COMPARED = 24  # rows of a case that are compared with the reference
 TOO_LARGE = 1 << 55  # bytes that no memory has
+OFFLOADED_GB = {"target": 0.003, "target-awq": 0.0008}
 FITS = 40  # tokens of a step that fits, in the case that runs out of memory
 
 
@@ -207,6 +211,91 @@ def test_greedy_tokens_are_the_references_best(
     )
     done[3].token_ids[1] = (done[3].token_ids[1] + 1) % 2048
     assert max_behind(runner, prompts[3:4], done[3:4], params) > 0.5, "a wrong token would be found"
+
+
+def offloading(name: str, target: Target) -> tuple[EngineConfig, ModelConfig]:
+    """Return a configuration with three of a demonstration model's four layers in host memory."""
+    if target.device.type == "cpu":
+        pytest.skip("engine.cpu_offload_gb needs a GPU")
+    folder = demo_model(name)
+    return EngineConfig(
+        str(folder),
+        device=str(target.device),
+        dtype=target.type_name,
+        max_model_len=LONGEST,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        cpu_offload_gb=OFFLOADED_GB[name],
+    ), read_config(folder)
+
+
+def steps_of(vocab_size: int, num_seqs: int = 4, prompt: int = 30) -> list[StepInput]:
+    """Return steps that compute prompts, and then decode."""
+    rng, table_SM = np.random.default_rng(4), np.arange(num_seqs, dtype=np.int32)[:, None]
+    found = []
+    for count, context in ((prompt, prompt), *((1, prompt + n) for n in range(1, 5))):
+        step = dummy_step(
+            count_S=np.full(num_seqs, count),
+            context_len_S=np.full(num_seqs, context),
+            block_table_SM=table_SM,
+            block_size=BLOCK_SIZE,
+            row_R=np.arange(num_seqs) * count + count - 1,
+        )
+        found.append(replace(step, token_id_T=rng.integers(FIRST_TOKEN, vocab_size, len(step.token_id_T))))
+    return found
+
+
+@TARGETS
+@pytest.mark.parametrize("captured", [False, True], ids=["launched", "captured"])
+@pytest.mark.parametrize("name", OFFLOADED_GB)
+def test_offloaded_layers_compute_the_same_bits(target: Target, name: str, captured: bool) -> None:
+    config, model = offloading(name, target)
+    with DeviceContext(None, target.device):
+        offloaded = LoadedModel.load(demo_model(name), model, resolve(config, model))
+        resident = replace(
+            offloaded,
+            decoder=Decoder(demo_model(name), offloaded.config, offloaded.kernels, target.dtype, target.device),
+        )
+        logits: list[list[torch.Tensor]] = []
+        for each in (resident, offloaded):
+            runner = each.runner(8, BLOCK_SIZE, LONGEST)
+            if captured:
+                sizes = {"max_num_seqs": 4, "max_queries": 1, "max_tokens": 4, "max_mixed_tokens": 128}
+                runner.capture_steps(CudaCapture(), log=lambda done, total: None, **sizes)
+            logits.append([runner.execute(step).clone() for step in steps_of(model.vocab_size)])
+        assert all(map(torch.equal, *logits))
+
+
+@TARGETS
+def test_offloaded_layers_free_memory(target: Target) -> None:
+    config, model = offloading("target", target)
+    resolved = resolve(config, model)
+    assert resolved.offload is not None
+    used = []
+    with DeviceContext(None, target.device):
+        for each in (replace(resolved, offload=None), resolved):
+            gc.collect()
+            before = torch.cuda.memory_allocated(target.device)
+            loaded = LoadedModel.load(demo_model("target"), model, each)
+            used.append(torch.cuda.memory_allocated(target.device) - before)
+            del loaded
+    assert used[0] - used[1] == pytest.approx(resolved.offload.freed_bytes, rel=0.05)
+
+
+@TARGETS
+@pytest.mark.parametrize("name", OFFLOADED_GB)
+def test_offloaded_layers_in_an_engine(target: Target, name: str) -> None:
+    config, model = offloading(name, target)
+    folder, params = demo_model(name), SamplingParams(max_tokens=OUTPUT, ignore_eos=True)
+    prompts, options = prompts_of(24, model.vocab_size), {"cpu_offload_gb": config.cpu_offload_gb}
+    with engine_of(folder, target, **options) as engine:
+        done = engine.generate(prompts, params)
+    assert max_behind(reference_runner(folder, target.device), prompts, done, params) <= BEHIND[target.type_name]
+    tokens = []
+    for each in ({}, options):
+        with engine_of(folder, target, deterministic=True, **each) as engine:
+            tokens.append([one.token_ids for one in engine.generate(prompts, params)])
+    assert tokens[0] == tokens[1]
 
 
 @TARGETS

@@ -62,6 +62,14 @@ class EngineSection(ConfigSection):
         "max_num_seqs rows, at most a quarter of the free memory.",
         examples=["8 GiB"],
     )
+    cpu_offload_gb: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="GB of the layers' weights to keep in host memory, rounded up to whole layers. Each step copies "
+        "them to the GPU while other layers compute.",
+        examples=[8],
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto",
         description="fp8 stores keys and values in 8 bits, in about half the memory of 16 bit. Can change tokens.",

@@ -28,6 +28,7 @@ from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.load import as_stored
 from pipeline.model.lora import Adapters, read_adapter
+from pipeline.model.offload import CudaCopies, LayerOffload
 from pipeline.model.sharding import Share
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -58,21 +59,25 @@ class LoadedModel:
             share.updates(read_adapter(locate_adapter(path, f"adapter {name}"), config))
             for name, path in (adapters or {}).items()
         ]
-        keeps_dense = resolved.device.type == "cpu" or dense_weights_fit(
-            config.local(ranks.size),
-            resolved.dtype,
-            resolved.kv_dtype,
-            gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
-            cache_before_dense(resolved.max_num_seqs, resolved.max_model_len),
+        plan = resolved.offload
+        keeps_dense = resolved.device.type == "cpu" or (
+            plan is None
+            and dense_weights_fit(
+                config.local(ranks.size),
+                resolved.dtype,
+                resolved.kv_dtype,
+                gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
+                cache_before_dense(resolved.max_num_seqs, resolved.max_model_len),
+            )
         )
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         if resolved.activation_dtype != "auto":
             kernels = with_act_quant(kernels, resolved.activation_dtype, resolved.device)
         if ranks.size > 1:
             kernels = replace(kernels, fused_layer_loop=None)  # it computes whole layers
-        decoder = Decoder(
-            folder, config.for_length(resolved.max_model_len), kernels, resolved.dtype, resolved.device, ranks
-        )
+        config = config.for_length(resolved.max_model_len)
+        offload = plan and LayerOffload(plan.layers, CudaCopies(resolved.device), resolved.device)
+        decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device, offload, ranks)
         decoder.adapters = Adapters(updates, kernels, resolved.device) if updates else None
         if isinstance(kernels.prepare_linear, ActQuantLinears) and kernels.prepare_linear.num_rounded == 0:
             raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
@@ -88,7 +93,8 @@ class LoadedModel:
                 f"speculation.model {path}: its tokens differ from those of model.path ({differs}), so it cannot draft "
                 "for it; use a draft model of the same family, or remove the key"
             )
-        ordinary = replace(resolved, activation_dtype="auto", deterministic=False)  # drafts need no exactness
+        # Drafts need no exactness.
+        ordinary = replace(resolved, activation_dtype="auto", deterministic=False, offload=None)
         return cls.load(folder, as_stored(read_config(folder), folder), ordinary)
 
     @property
@@ -106,6 +112,10 @@ class LoadedModel:
         widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
         if stored is not None and stored.has_activations and not isinstance(linears, ActQuantLinears):
             kind += ", activations not quantized"
+        offload = self.decoder.offload
+        if offload is not None:
+            kind += f"; {offload.num_layers} of {self.config.num_layers} layers in host memory"
+            kind += f" ({shown_bytes(offload.host_bytes)})"
         if widened:
             kind += f"; {widened} fused linears of several formats dequantized"
         if isinstance(linears, ActQuantLinears):
@@ -118,10 +128,12 @@ class LoadedModel:
         """Compile all kernels that steps may launch; see `compute_step_kinds`. Nothing is run."""
         if self.kernels.compile_ahead is None:
             return
-        runner, compile_ahead = self._small_runner(resolved), self.kernels.compile_ahead
+        runner, compile_ahead, offload = self._small_runner(resolved), self.kernels.compile_ahead, self.decoder.offload
+        self.decoder.offload = None  # no weights are read
         self.decoder.ranks.leader_first(  # the others find the kernels in its cache
             lambda: compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), log, num_threads)
         )
+        self.decoder.offload = offload
 
     def step_bytes(self, resolved: Resolved) -> int:
         """Return the memory of the largest step on a GPU besides weights and KV cache."""

@@ -2,16 +2,18 @@
 
 import ctypes
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from pipeline.errors import ConfigError
+from pipeline.formatting import shown_bytes
 from pipeline.kernels.select import supports_int4_alone
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.machine.cgroup import memory_limit
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import ModelConfig, StoredParts
+from pipeline.model.offload import STAGING_BUFFERS, spread_layers
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
 from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4
@@ -54,13 +56,9 @@ def weight_bytes(
     """
     experts = config.size.expert_parameters
     linears = config.num_linear_parameters() - experts
-    only_experts = has_only_experts(config.quantization)
     if device.type != "cpu":
         embeddings = (config.num_parameters() - linears - experts) * dtype.itemsize
-        form = None if only_experts else config.quantization
-        packed = _linear_bytes_on_gpu(form, dtype, keeps_dense, activation_dtype)
-        expert_bytes = bytes_on_gpu(config.quantization)
-        expert_bytes = dtype.itemsize if expert_bytes == DENSE_BYTES else expert_bytes
+        packed, expert_bytes = _bytes_per_parameter(config, dtype, keeps_dense, activation_dtype)
         return embeddings + int(linears * packed) + int(experts * expert_bytes)
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
     embeddings = 2 * config.vocab_size * config.hidden_size * width  # a lookup table and a linear, tied or not
@@ -75,9 +73,67 @@ def weight_bytes(
             packed = 0.5 + (3 / group_size if group_size is not None else 0)  # a float16 scale and a byte
         else:
             packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
-    if only_experts:
+    if has_only_experts(config.quantization):
         return int(experts * packed) + linears * width + embeddings
     return int(config.num_linear_parameters() * packed) + embeddings
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Layers whose weights are in host memory. host_bytes: approximate size of these weights. staging_bytes: of the
+    buffers on the device."""
+
+    layers: tuple[int, ...]
+    host_bytes: int
+    staging_bytes: int
+
+    @property
+    def freed_bytes(self) -> int:
+        return self.host_bytes - self.staging_bytes
+
+
+def offload_plan(
+    config: ModelConfig, dtype: torch.dtype, activation_dtype: str, cpu_offload_gb: float
+) -> OffloadPlan | None:
+    """Return the layers that `engine.cpu_offload_gb` offloads from a GPU; None if it is 0. Raises ConfigError if the
+    layers hold less, or the staging buffers take as much as it frees."""
+    if cpu_offload_gb == 0:
+        return None
+    layer_bytes = layer_bytes_on_gpu(config, dtype, activation_dtype)
+    layers = spread_layers(layer_bytes, int(cpu_offload_gb * 1e9))
+    staging_bytes = STAGING_BUFFERS * max(layer_bytes)
+    if layers is None or len(layers) <= STAGING_BUFFERS:
+        raise ConfigError(
+            f"engine.cpu_offload_gb = {cpu_offload_gb}: expected 0, or more than {shown_bytes(staging_bytes)}, which "
+            f"staging takes on the GPU, and at most {shown_bytes(sum(layer_bytes))}, the weights of the layers"
+        )
+    return OffloadPlan(layers, sum(layer_bytes[index] for index in layers), staging_bytes)
+
+
+def layer_bytes_on_gpu(config: ModelConfig, dtype: torch.dtype, activation_dtype: str) -> list[int]:
+    """Return the approximate size of each layer's linears and experts, without 16-bit copies of 4-bit weights."""
+    linear_bytes, expert_bytes = _bytes_per_parameter(config, dtype, False, activation_dtype)
+
+    def num_parameters(linears: dict[str, StoredParts]) -> int:
+        return sum(rows * inputs for parts in linears.values() for _, rows, inputs in parts)
+
+    sizes = []
+    for index, layer in enumerate(config.layers):
+        size = num_parameters(config.linears(index)) * linear_bytes
+        if layer.experts is not None:
+            size += layer.experts.num_experts * num_parameters(config.expert_linears(index, 0)) * expert_bytes
+        sizes.append(int(size))
+    return sizes
+
+
+def _bytes_per_parameter(
+    config: ModelConfig, dtype: torch.dtype, keeps_dense: bool, activation_dtype: str
+) -> tuple[float, float]:
+    """Return the bytes per parameter of linears and of experts on a GPU."""
+    form = None if has_only_experts(config.quantization) else config.quantization
+    expert_bytes = bytes_on_gpu(config.quantization)
+    expert_bytes = dtype.itemsize if expert_bytes == DENSE_BYTES else expert_bytes
+    return _linear_bytes_on_gpu(form, dtype, keeps_dense, activation_dtype), expert_bytes
 
 
 def _linear_bytes_on_gpu(

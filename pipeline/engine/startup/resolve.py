@@ -7,8 +7,9 @@ import torch
 from pipeline.engine.drafts.spec_decoder import MAX_CHECKED_TOKENS
 from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits
-from pipeline.engine.startup.memory import weight_bytes
+from pipeline.engine.startup.memory import OffloadPlan, free_cpu_bytes, offload_plan, weight_bytes
 from pipeline.errors import ConfigError
+from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.act_quant import ACT_QUANT_SCHEMES
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.select import default_dtype
@@ -36,6 +37,7 @@ class Resolved:
     gpu_memory_utilization: float
     speculation: SpeculationConfig  # of method off, lookup or draft_model
     activation_dtype: str = "auto"  # of the target, not of its draft model
+    offload: OffloadPlan | None = None  # of the target's layers
 
     @property
     def max_verified_tokens(self) -> int:
@@ -53,14 +55,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     """Fill in the open options of `config`. Raises ConfigError for options that the machine or model lacks."""
     _check_supported(config)
     device = find_device(config.device)
-    if device.type == "cuda" and device.index + config.tensor_parallel_size > (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"engine.tensor_parallel_size = {config.tensor_parallel_size}: from {device} on, torch sees only "
-            f"{count - device.index} of {count} GPUs"
-        )
     on_gpu = device.type == "cuda"
     dtype = _dtype(config.dtype, device, model)
-    limits = _default_limits(config, model, device, dtype)
+    activation_dtype = _activation_dtype(config, model)
+    offload = _offload(config, model, device, dtype)
+    limits = _default_limits(config, model, device, dtype, offload)
     max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, limits.max_num_seqs)
     batched = _positive("max_num_batched_tokens", config.max_num_batched_tokens, limits.max_num_batched_tokens)
     if config.max_num_seqs is None:
@@ -89,15 +88,32 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
         gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config.speculation_config),
-        activation_dtype=_activation_dtype(config, model),
+        activation_dtype=activation_dtype,
+        offload=offload,
     )
 
 
-def _default_limits(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> BatchLimits:
+def _offload(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> OffloadPlan | None:
+    gb = config.cpu_offload_gb
+    if gb and device.type == "cpu":
+        raise ConfigError(f"engine.cpu_offload_gb = {gb}: needs a GPU, and the engine runs on a CPU; remove the key")
+    plan = offload_plan(model, dtype, config.activation_dtype, gb)
+    if plan is not None and (free := free_cpu_bytes()) < plan.host_bytes:
+        raise ConfigError(
+            f"engine.cpu_offload_gb = {gb}: {shown_bytes(plan.host_bytes)} of weights do not fit the host's memory, of "
+            f"which {shown_bytes(free)} are free; lower the key"
+        )
+    return plan
+
+
+def _default_limits(
+    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, offload: OffloadPlan | None
+) -> BatchLimits:
     if device.type != "cuda":
         return CPU_LIMITS
     properties = torch.cuda.get_device_properties(device)
     weights = weight_bytes(model, device, dtype, keeps_dense=False, activation_dtype=config.activation_dtype)
+    weights -= 0 if offload is None else offload.freed_bytes
     return gpu_limits(properties.total_memory, (properties.major, properties.minor), weights)
 
 

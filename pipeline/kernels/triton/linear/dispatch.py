@@ -8,14 +8,14 @@ paths compute the same, except that cuBLAS reads weights rounded to 16 bits.
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.contract import Linear
+from pipeline.kernels.contract import Linear, Workspace
 from pipeline.kernels.triton.launch import CompileTarget
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, int4_launches, supports
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
-class DequantBuffer:
+class DequantBuffer(Workspace):
     """Workspace for one 16-bit weight, shared by all linears of a model, which use it in turn on one stream."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
