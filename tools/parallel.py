@@ -17,7 +17,8 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
+from itertools import product
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from pipeline.bench.roofline import model_size
 from pipeline.engine.startup.batch_limits import gpu_limits
 from pipeline.engine.startup.memory import usable_kv_room, weight_layout
 from pipeline.estimate.prices import load_prices
+from pipeline.formatting import counted
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import Card, find_card
 from pipeline.roofline.cost_model import (
@@ -43,7 +45,8 @@ from pipeline.roofline.shares import MEASURED
 from tools.generated import ROOT, check_or_write
 
 PAGE = ROOT / "docs" / "parallel.md"
-MODELS = ("llama-70b-awq", "llama-70b")
+MODELS = {"llama-70b-awq": "AWQ int4", "llama-70b": "bfloat16"}
+KINDS = ("tensor", "pipeline")
 CARDS = ("H100 80GB SXM", "A100 80GB SXM", "L40S", "L4")
 SIZES = (1, 2, 4, 8)  # cards of an engine
 SETS = {"2,048 in, 64 out": (2048, 64), "128 in, 1,024 out": (128, 1024)}
@@ -149,32 +152,61 @@ def fastest_seconds(
     return min(times)
 
 
+@cache
+def rates(model: str) -> dict[tuple[str, int], list[float | None]]:
+    """Return tokens/s of each card, by kind of card and cards of an engine: tensor and pipeline parallel for each of
+    `SETS`. None: does not fit, or one stage."""
+    size, weights, _ = model_size(model)
+    found: dict[tuple[str, int], list[float | None]] = {}
+    for name, num_cards in product(CARDS, SIZES):
+        cells = found[name, num_cards] = []
+        for mean in SETS.values():
+            requests = requests_of(mean, REQUESTS * num_cards)
+            tokens = sum(request.prompt + request.output for request in requests)
+            for kind in KINDS:
+                seconds = None
+                if kind == "tensor" or num_cards > 1:
+                    seconds = fastest_seconds(requests, size, weights, find_card(name), num_cards, kind)
+                cells.append(None if seconds is None else tokens / seconds / num_cards)
+    return found
+
+
 def speed_table(model: str) -> list[str]:
     """Return rows of tokens/s of a machine with 8 cards, and US dollars per million tokens."""
-    size, weights, _ = model_size(model)
     prices = load_prices()
-    heads = [f"{name}: {kind}" for name in SETS for kind in ("tensor", "pipeline")]
+    heads = [f"{name}: {kind}" for name in SETS for kind in KINDS]
     rows = [["card", "cards an engine", *heads], ["---", "---:", *["---:"] * len(heads)]]
-    for name in CARDS:
-        card, price = find_card(name), prices.price_of(name)
+    for (name, num_cards), cells in rates(model).items():
+        price = prices.price_of(name)
         assert price is not None
         assert price.on_demand_usd is not None
-        for num_cards in SIZES:
-            cells = []
-            for mean in SETS.values():
-                requests = requests_of(mean, REQUESTS * num_cards)
-                tokens = sum(request.prompt + request.output for request in requests)
-                for kind in ("tensor", "pipeline"):
-                    seconds = None
-                    if kind == "tensor" or num_cards > 1:
-                        seconds = fastest_seconds(requests, size, weights, card, num_cards, kind)
-                    if seconds is None:
-                        cells.append("")
-                        continue
-                    rate = tokens / seconds / num_cards
-                    cells.append(f"{rate * 8:,.0f} ({price.on_demand_usd / 3600 / rate * 1e6:.2f})")
-            if any(cells):
-                rows.append([name, str(num_cards), *cells])
+        shown = [
+            "" if rate is None else f"{rate * max(SIZES):,.0f} ({price.on_demand_usd / 3600 / rate * 1e6:.2f})"
+            for rate in cells
+        ]
+        if any(shown):
+            rows.append([name, str(num_cards), *shown])
+    return lines(rows)
+
+
+def change_table() -> list[str]:
+    """Return rows of the change of the cost of a token, from tensor parallel (or replicas) to pipeline parallel, each
+    with its best number of cards."""
+    rows = [["card", "weights", *SETS], ["---", "---", *["---:"] * len(SETS)]]
+    for (model, weights), name in product(MODELS.items(), CARDS):
+        best = [
+            max(
+                (rate for (card, _), cells in rates(model).items() if card == name and (rate := cells[column])),
+                default=0.0,
+            )
+            for column in range(len(SETS) * len(KINDS))
+        ]
+        changes = [
+            f"{tensor / pipeline - 1:+.0%}" if pipeline else ""
+            for tensor, pipeline in zip(best[::2], best[1::2], strict=True)
+        ]
+        if any(changes):
+            rows.append([name, weights, *changes])
     return lines(rows)
 
 
@@ -206,7 +238,7 @@ def exchange_table(model: str = "llama-70b", num_cards: int = 4) -> list[str]:
 def all_reduce_table(hidden: int = 8192) -> list[str]:
     """Return rows of microseconds of an all-reduce of hidden states by ring, and in one shot."""
     tokens = (1, 64, 512, 8192)
-    rows = [["link", "cards", *(f"{each:,} tokens" for each in tokens)], ["---", *["---:"] * (1 + len(tokens))]]
+    rows = [["link", "cards", *(counted(each, "token") for each in tokens)], ["---", *["---:"] * (1 + len(tokens))]]
     for name, kind in (("H100 80GB SXM", "NVLink of an H100"), ("L40S", "PCIe 4")):
         for num_cards in SIZES[1:]:
             link = Ceilings.of_card(find_card(name), MEASURED, num_cards).link
@@ -225,7 +257,12 @@ def page() -> str:
     """Return the page with its current tables."""
     tables = {model: partial(speed_table, model) for model in MODELS}
     text = PAGE.read_text(encoding="utf-8")
-    for name, make in {**tables, "exchanges": exchange_table, "all-reduce": all_reduce_table}.items():
+    for name, make in {
+        **tables,
+        "change": change_table,
+        "exchanges": exchange_table,
+        "all-reduce": all_reduce_table,
+    }.items():
         head, mark, rest = text.partition(f"<!-- table: {name} -->\n")
         assert mark, f"{PAGE} has no table {name}"
         tail = rest.partition("<!-- end of table -->")[2]

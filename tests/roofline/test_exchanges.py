@@ -64,6 +64,7 @@ def test_an_all_reduce_takes_its_bytes_and_its_hops() -> None:
     assert gather_seconds(4e6, 4, link) == pytest.approx(5e-6 + 1e-6 + 3e6 / 100e9)
     parts = [Exchange("all-reduce", 3, 4_000_000), Exchange("gather", 1, 4_000_000)]
     assert exchange_seconds(parts, 4, link) == pytest.approx(3 * found["ring"] + gather_seconds(4e6, 4, link))
+    assert exchange_seconds([Exchange("all-reduce", 3, 1000)], 8, link) == pytest.approx(3 * small["one_shot"])
 
 
 @given(num_bytes=st.floats(1, 1e9), num_cards=st.sampled_from([2, 4, 8]))
