@@ -40,7 +40,7 @@ def test_stages_compute_at_the_same_time() -> None:
     assert (stage.layers, 2 * stage.head_parameters) == (2, SIZE.head_parameters)
     steps_s = pipeline_parallel_seconds(requests, SIZE, 2, engine)
     micro_batch = simulate_job(requests[:16], SIZE, DENSE, engine.ceilings, engine.batching).wall_s
-    assert micro_batch < steps_s < 1.2 * micro_batch, "the last stage has the head, and the other waits for it"
+    assert 1.05 * micro_batch < steps_s < 1.2 * micro_batch, "the last stage has the head, and the other waits for it"
 
 
 def test_a_step_of_a_pipeline_is_a_step_of_the_model() -> None:
@@ -55,6 +55,8 @@ def test_engines_whose_cache_is_too_small_have_no_figure(kind: str) -> None:
     requests = requests_of((128, 32), 16)
     assert fastest_seconds(requests, size, DENSE, card, 2, kind) is None
     assert fastest_seconds(requests, size, DENSE, card, 8, kind) is not None
+    long = requests_of((2048, 64), 16)  # a micro-batch has a fourth of the cache
+    assert (fastest_seconds(long, size, DENSE, card, 4, kind) is None) == (kind == "pipeline")
 
 
 @pytest.mark.parametrize("make", [parallel.exchange_table, parallel.all_reduce_table], ids=["exchanges", "all-reduce"])

@@ -148,6 +148,8 @@ def test_a_job_decides_the_number_of_cards(tmp_path):
     assert {place.num_cards for place in eight[1:]} == {8}
     fewest = memory_of(of_job(tmp_path, model=folder)).places
     assert eight[1].speed.output_tokens_per_s > fewest[1].speed.output_tokens_per_s
+    flops = 2 * (70_552_387_584 - 2 * 8192 * 128_256)  # of a token's linears
+    assert eight[1].speed.prompt_tokens_per_s * flops > load_cards()[0].bf16_flops, "more than one card can compute"
     two = {place.name: place for place in memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=2)).places}
     assert (two["L4"].num_cards, set(two["L4"].sequences), two["L4"].speed) == (2, {0}, None)
     assert two["L4"].free_bytes < 0
@@ -180,6 +182,8 @@ def test_the_shares_of_several_ranks_are_counted(tmp_path, monkeypatch, device, 
     )
     per_token = [int(re.search(r"KV cache ([\d,]+) bytes", each.found)[1].replace(",", "")) for each in (one, two)]
     assert per_token == [2 * KV_BFLOAT16, factor * KV_BFLOAT16]
+    whole, share = (float(re.search(r"about ([\d.]+) MB", each.found)[1]) for each in (one, two))
+    assert share == pytest.approx(whole * factor / 2, abs=0.1)
     if device == "cuda":
         assert two.state == "failed"
         assert two.todo.startswith("Divide it over several GPUs with engine.tensor_parallel_size")

@@ -82,6 +82,7 @@ def test_the_lowest_cost_decides_and_replicas_where_it_is_equal() -> None:
     assert cheapest(even).num_cards == 1
     assert advice_for_division(even, 1) == ()
     assert advice_for_division(even, 2) == (), "less than the cost model can resolve"
+    assert advice_for_division([a_division(1, 1000), a_division(2, 990)], 2) == ()
     (fewer,) = advice_for_division(even, 4)
     assert (fewer.key, fewer.effect) == ("engine.tensor_parallel_size: 1", pytest.approx(1 - 700 / 980))
     assert "8 cards compute 980 tokens/s instead of 700, 1M tokens for $1.02 instead of $1.43" in fewer.reason
