@@ -66,6 +66,10 @@ class Setup:
         return "auto" if self.job is None else self.job.engine.activation_dtype
 
     @property
+    def tensor_parallel_size(self) -> int:
+        return 1 if self.job is None else self.job.engine.tensor_parallel_size
+
+    @property
     def quantization(self) -> str:
         """Return the job's quantization of the model's linears on load."""
         return "none" if self.job is None else self.job.model.quantization

@@ -34,10 +34,11 @@ def speed_on(
     kv_value_bytes: float,
     keeps_dense: bool,
     room: int,
+    num_cards: int = 1,
 ) -> PredictedSpeed | None:
     """Return the predicted speed, or None if no sequence fits or the card lacks fp8.
 
-    limits: of a step on the card. room: capacity of the KV cache in tokens.
+    config: of the whole model. num_cards: of the engine. limits: of a step. room: capacity of the KV cache in tokens.
     """
     context = min(CONTEXT, config.max_position)
     sequences = min(room // context, limits.max_num_seqs)
@@ -47,7 +48,7 @@ def speed_on(
     of_card = crossover_of(card.compute_capability)
     max_fused = of_card.cached if keeps_dense else of_card.scratch
     weights = replace(weights, cached=keeps_dense, fused_tokens=max_fused)
-    size, ceilings = config.size, Ceilings.of_card(card, MEASURED)
+    size, ceilings = config.size, Ceilings.of_card(card, MEASURED, num_cards)
 
     def tokens_per_s(sequences: int, count: int) -> float:
         step = StepLoad(np.full(sequences, count), np.full(sequences, context), sequences)
