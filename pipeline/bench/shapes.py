@@ -2,8 +2,8 @@
 
 A shape's speed does not depend on the values of its weights, so random weights suffice; completions are meaningless.
 A checkpoint is written once into a cache folder from fixed seeds, with up to one shard in memory, and renamed when it
-is complete. The vocabulary has 32,000 tokens, fewer than the real models', except for `llama3-8b`, which has the real
-size. The tokenizer is the demonstration model's, padded with numbered words.
+is complete. A vocabulary of 32,000 tokens is smaller than the real model's; larger ones have the real size. The
+tokenizer is the demonstration model's, padded with numbered words.
 """
 
 import hashlib
@@ -127,6 +127,7 @@ SHAPES = {
         "qwen3_moe", 2048, 768, 48, 32, 4, 128, False, 1_000_000.0, 1e-6, 40_960, vocab=151_936, experts=128, top_k=8
     ),
     "llama3-8b": Shape("llama", 4096, 14_336, 32, 32, 8, 128, False, 500_000.0, 1e-5, 131_072, vocab=128_256),
+    "llama-70b": Shape("llama", 8192, 28_672, 80, 64, 8, 128, False, 500_000.0, 1e-5, 131_072, vocab=128_256),
 }
 NAMES = (*SHAPES, *(f"{name}-awq" for name in SHAPES))
 

@@ -32,6 +32,7 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
     if job.input.has_requests:
         yield from _with_requests(job, written.get("prompt"))
     yield from _check_adapters(job)
+    yield from _check_ranks(job)
     if job.engine.backend is not None:
         yield from _with_backend(job, job.engine.backend)
     elif job.cost.usd_per_million is not None:
@@ -60,6 +61,12 @@ def _check_adapters(job: JobKeys) -> Iterator[Contradiction]:
         yield "model.adapter", f"{adapter!r} is not in model.adapters; expected one of {names}"
     if adapter is not None and job.engine.deterministic:
         yield "engine.deterministic", "is not supported with model.adapters, whose products are not batch-invariant"
+
+
+def _check_ranks(job: JobKeys) -> Iterator[Contradiction]:
+    size, gpus = job.engine.tensor_parallel_size, job.run.gpus_per_actor
+    if size > 1 and gpus is not None and job.engine.device != "cpu" and 0 < gpus < size:
+        yield "run.gpus_per_actor", f"{gpus:g}: engine.tensor_parallel_size {size} needs as many; remove the key"
 
 
 def _without_completions(job: JobKeys) -> Iterator[Contradiction]:

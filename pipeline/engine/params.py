@@ -274,8 +274,8 @@ class EngineConfig:
     `startup/batch_limits.py`.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
-    cpu_offload_gb: GB (10^9 bytes) of the layers' weights to keep in host memory, rounded up to whole layers; each step
-    copies them to the GPU, see `pipeline/model/offload.py`. The draft model's weights stay on the GPU.
+    cpu_offload_gb: GB (10^9 bytes) of each GPU's weights of layers to keep in host memory, rounded up to whole layers;
+    each step copies them to the GPU, see `pipeline/model/offload.py`. The draft model's weights stay on the GPU.
     kv_cache_dtype: "auto", the compute dtype, or "fp8": 8 bits and a scale for each token and KV head, also in the
     draft model's cache (see kernels/cache.py).
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
@@ -292,6 +292,9 @@ class EngineConfig:
     rounding; "none" keeps the stored weights, quantized or not.
     speculation: a `SpeculationConfig`, its method alone ("off", or False), or a mapping of its fields.
     num_threads: CPU threads of this engine while it computes, at most one per processor; None: torch's current number.
+    tensor_parallel_size: number of GPUs that compute each step together, each with a share of every layer; on a CPU,
+    number of processes. See `engine/parallel/`. With `device` cuda:N they are cuda:N and the following ones. Sums are
+    split, so rounding differs from that of one GPU.
     adapters: LoRA adapters that requests may use, by name: folders in PEFT's layout (texts or Paths), or Hugging Face
     ids. The draft model proposes without them.
     """
@@ -315,6 +318,7 @@ class EngineConfig:
     speculation: SpeculationConfig | SpeculationMethod | bool | Mapping[str, Any] = "auto"
     seed: int = 0
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -345,6 +349,11 @@ class EngineConfig:
             ("cpu_offload_gb", _is_finite(self.cpu_offload_gb) and self.cpu_offload_gb >= 0, "a number of at least 0"),
             ("seed", _is_int(self.seed), "an integer"),
             ("num_threads", self.num_threads is None or _is_int(self.num_threads), "an integer of at least 1, or none"),
+            (
+                "tensor_parallel_size",
+                _is_int(self.tensor_parallel_size) and self.tensor_parallel_size >= 1,
+                "an integer of at least 1",
+            ),
         ):
             if not ok:
                 raise ConfigError(f"engine.{name} = {getattr(self, name)!r:.80}: expected {expected}")

@@ -229,6 +229,15 @@ class LowRankUpdate:
     def num_bytes(self) -> int:
         return self.a_RK.nbytes + self.b_NR.nbytes
 
+    def select_outputs(self, row_N: torch.Tensor) -> "LowRankUpdate":
+        """Return the update of these outputs (int64), in this order."""
+        return LowRankUpdate(self.a_RK, self.b_NR[row_N])
+
+    def select_inputs(self, start: int, stop: int) -> "LowRankUpdate":
+        """Return the update that reads only inputs start:stop. Those of a partition of the inputs add up to the whole
+        update."""
+        return LowRankUpdate(self.a_RK[:, start:stop].contiguous(), self.b_NR)
+
 
 @dataclass(frozen=True)
 class AdapterTokens:

@@ -43,8 +43,11 @@ class EnergyMeter:
         device = str(resolved.get("device", "cpu"))
         with suppress(OSError, ValueError, ImportError):  # pynvml is not on every image
             if device.startswith("cuda"):
-                counter = _nvml_counter(device)
-                return None if counter is None else cls([(counter, 0)], Fraction(1), "NVML, the whole card")
+                first, num_gpus = int(device.partition(":")[2] or 0), int(resolved.get("tensor_parallel_size", 1))
+                counters = [_nvml_counter(f"cuda:{first + number}") for number in range(num_gpus)]
+                cards = "the whole card" if num_gpus == 1 else f"{num_gpus} whole cards"
+                found = [(counter, 0) for counter in counters if counter is not None]
+                return cls(found, Fraction(1), f"NVML, {cards}") if len(found) == num_gpus else None
             packages = _rapl_counters(POWERCAP)
             cores, all_cores = int(resolved.get("num_threads", 0)), os.cpu_count() or 1
             if packages and cores:

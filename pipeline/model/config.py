@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from pipeline.checkpoints.quantizer_files import CONFIG, quantization_options
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.families import FAMILIES, ON_A_SERVER, UNSUPPORTED, Family, FamilyFields, model_values
 from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
@@ -67,6 +67,44 @@ class ModelConfig:
     def for_length(self, max_model_len: int) -> "ModelConfig":
         """Return the config with the rotary positions for sequences of up to `max_model_len` tokens."""
         return replace(self, layers=tuple(replace(x, rope=x.rope.for_length(max_model_len)) for x in self.layers))
+
+    def local(self, num_ranks: int) -> "ModelConfig":
+        """Return the config of each rank's share when `num_ranks` GPUs compute each layer together: heads, widths of
+        feed-forwards and experts, and vocabulary (rounded up) are divided. Fewer KV heads than ranks are replicated.
+
+        Raises ConfigError if the model cannot be divided so.
+        """
+        if num_ranks == 1:
+            return self
+        if (reason := self._undivided(num_ranks)) is not None:
+            fits = [str(size) for size in range(1, 65) if size == 1 or self._undivided(size) is None]
+            raise ConfigError(
+                f"engine.tensor_parallel_size = {num_ranks}: {reason}. This model allows {', '.join(fits)}"
+            )
+        return replace(
+            self,
+            vocab_size=-(-self.vocab_size // num_ranks),
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=max(1, self.num_kv_heads // num_ranks),
+            intermediate_size=self.intermediate_size // num_ranks,
+            layers=tuple(
+                layer if layer.experts is None else replace(layer, experts=layer.experts.local(num_ranks))
+                for layer in self.layers
+            ),
+        )
+
+    def _undivided(self, num_ranks: int) -> str | None:
+        """Return why the model cannot be divided over this number of ranks, if it cannot."""
+        if any(layer.qk_norm == "full" for layer in self.layers):
+            return "its norms of queries and keys go over all heads, which would be on different GPUs"
+        if self.num_heads % num_ranks:
+            return f"its {self.num_heads} query heads are not divisible by it"
+        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
+            return f"its {self.num_kv_heads} KV heads can neither be divided nor replicated evenly"
+        widths = {self.intermediate_size} if any(layer.experts is None for layer in self.layers) else set()
+        widths |= {width for layer in self.layers if layer.experts for width in layer.experts.widths}
+        odd = [width for width in sorted(widths) if width % num_ranks]
+        return f"feed-forward widths of {odd[0]} are not divisible by it" if odd else None
 
     def linears(self, layer: int) -> dict[str, StoredParts]:
         """Return the linears that the checkpoint stores for a layer, except those of its router and its experts, by the

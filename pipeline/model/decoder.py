@@ -17,12 +17,14 @@ import torch.nn.functional as F
 from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear, Norm, Rotation
 from pipeline.kernels.memory import advise_huge_pages, on_device
+from pipeline.kernels.ranks import ONE_RANK, OneRank
 from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import Activation
 from pipeline.model.load import LayerWeights, WeightReader
 from pipeline.model.lora import Adapters
 from pipeline.model.offload import LayerOffload
 from pipeline.model.routed import RoutedExperts
+from pipeline.model.sharding import Share
 from pipeline.weights.packed import DenseWeight
 
 
@@ -88,8 +90,9 @@ class DecoderLayer:
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: OneRank = ONE_RANK,
     ) -> None:
-        self.config, self.kernels, self.index = config, kernels, index
+        self.config, self.kernels, self.ranks, self.index = config, kernels, ranks, index
         spec = self.spec = config.layers[index]
         self.scale, self.window, self.softcap, self.activation = spec.scale, spec.window, spec.softcap, spec.activation
         self.sinks_N = None if weights.sinks_N is None else weights.sinks_N.to(device, torch.float32)
@@ -134,7 +137,7 @@ class DecoderLayer:
 
     def attend(self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
         cache, scores = kv.layers[self.index], (self.scale, self.window, self.softcap, self.sinks_N)
-        return self.o(self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1))
+        return self.ranks.sum(self.o(self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1)))
 
     def feed_forward(self, x_TH: Any) -> torch.Tensor:
         y_TH: torch.Tensor | None = None
@@ -145,9 +148,9 @@ class DecoderLayer:
             else:
                 y_TH = self.down(_ACTIVATIONS[self.spec.activation](up_TF))
         if self.routed is not None:
-            return self.routed(x_TH, y_TH)
+            y_TH = self.routed(x_TH, y_TH)
         assert y_TH is not None, "a layer has a feed-forward, or experts"
-        return y_TH
+        return self.ranks.sum(y_TH)
 
     def forward(
         self,
@@ -207,29 +210,35 @@ class Decoder:
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: OneRank = ONE_RANK,
         offload: LayerOffload | None = None,
     ) -> None:
-        """Load `folder`. offload: moves each layer as it is loaded. Raises ModelError if its tensors do not match
-        `config` exactly."""
-        self.config, self.kernels, self.dtype, self.device = config, kernels, dtype, device
+        """Load this rank's share of `folder`. `self.config` then describes the share, `config` the whole model.
+        offload: moves each layer to the host as it is loaded.
+
+        Raises ModelError if the folder's tensors do not match `config` exactly, or a format cannot be divided."""
+        self.kernels, self.dtype, self.device, self.ranks = kernels, dtype, device, ranks
+        self.vocab_size, share = config.vocab_size, Share(config, ranks.rank, ranks.size)
         reader = WeightReader(folder, config, device)
-        embedding = reader.embedding()
+        self.config = config = config.local(ranks.size)
+        embedding = share.vocabulary(reader.embedding())
         narrower = embedding.dtype.itemsize < dtype.itemsize  # it is widened per lookup and takes half the memory
         self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)
         position = reader.position_embedding()
         self.position_PH = None if position is None else position.to(device, dtype)
         self.layers: list[DecoderLayer] = []
         for index, weights in enumerate(reader.layers()):
-            self.layers.append(DecoderLayer(config, index, weights, kernels, dtype, device))
+            layer = DecoderLayer(config, index, share.layer(index, weights), kernels, dtype, device, ranks)
+            self.layers.append(layer)
             if offload is not None:
-                offload.add(self.layers[-1])
+                offload.add(layer)
         if offload is not None:
             offload.allocate_staging()
         self.offload = offload
         self.final_norm = reader.final_norm().to(device, norm_dtype(config, dtype))
         self.lm_head: Linear | None = None
         if reader.has_vocabulary_head:
-            head = DenseWeight(embedding) if reader.ties_head else reader.lm_head()
+            head = DenseWeight(embedding) if reader.ties_head else share.head(reader.lm_head())
             self.lm_head = kernels.prepare_linear(head)
         classes = reader.class_head()
         self.class_head_CH = None if classes is None else classes.float().cpu().numpy()
@@ -275,16 +284,17 @@ class Decoder:
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer (T, H)."""
-        x_TH = F.embedding(token_ids_T, self.embedding_VH).to(self.dtype)
+        x_TH = self.ranks.embed(token_ids_T, self.embedding_VH, self.dtype)
         if self.position_PH is not None:
             x_TH += self.position_PH[positions_T]
         return x_TH if self.config.embedding_scale == 1.0 else x_TH.mul_(self.config.embedding_scale)
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        """Return logits (R, vocabulary) in the model's type; zeros if the model has no head over the vocabulary."""
+        """Return logits (R, vocabulary) in the model's type; zeros if the model has no head over the vocabulary. Only
+        the leading rank gets them."""
         if self.lm_head is None:
-            return hidden_RH.new_zeros((len(hidden_RH), self.config.vocab_size))
-        logits_RV, cap = self.lm_head(hidden_RH), self.config.logit_softcap
+            return hidden_RH.new_zeros((len(hidden_RH), self.vocab_size))
+        logits_RV, cap = self.ranks.gather_logits(self.lm_head(hidden_RH), self.vocab_size), self.config.logit_softcap
         if self.config.logit_scale != 1.0:
             logits_RV.mul_(self.config.logit_scale)
         return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV

@@ -1,6 +1,6 @@
 """Fields that describe a decoder layer, and the names of a checkpoint's tensors. `families.py` fills them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline.kernels.routing import Routing
@@ -26,6 +26,15 @@ class ExpertSpec:
     choice_bias: bool = False
     shared_width: int = 0
     shared_gate: bool = False
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the experts and of the shared one, if there is one."""
+        return (self.width, self.shared_width) if self.shared_width else (self.width,)
+
+    def local(self, num_ranks: int) -> "ExpertSpec":
+        """Return the share of each rank: all experts, with a part of their width."""
+        return replace(self, width=self.width // num_ranks, shared_width=self.shared_width // num_ranks)
 
 
 @dataclass(frozen=True)

@@ -59,8 +59,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> list[LayerUpdates]:
                 updates[linear] = _fused(read, [rows for _, rows, _ in parts])
         order_D = rotary_order(config.layers[index].rope, config.head_dim)
         if order_D is not None and "qkv" in updates:
-            qkv = updates["qkv"]
-            updates["qkv"] = LowRankUpdate(qkv.a_RK, qkv.b_NR[rotary_rows(config, order_D)])
+            updates["qkv"] = updates["qkv"].select_outputs(rotary_rows(config, order_D))
         layers.append(updates)
     stored.finish()
     return layers

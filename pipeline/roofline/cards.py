@@ -20,7 +20,8 @@ class Card:
     """One accelerator.
 
     Rates are peaks per second: dense, with sums in float32; None if the card has no such unit. compute_capability:
-    major and minor, which determine the compiled kernels.
+    major and minor, which determine the compiled kernels. nvlink_bytes_per_s, pcie_bytes_per_s: to other cards, in one
+    direction.
     """
 
     name: str
@@ -28,6 +29,8 @@ class Card:
     bandwidth_bytes_per_s: int
     bf16_flops: int
     fp8_flops: int | None
+    nvlink_bytes_per_s: int | None
+    pcie_bytes_per_s: int
     source: str
     device: str  # CUDA's name for the card
     compute_capability: tuple[int, int]

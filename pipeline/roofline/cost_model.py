@@ -5,16 +5,20 @@ takes the longer of reading and computing, one operation after the other. Not in
 (their tensors may stay in the card's cache), the embedding's rows, and sampling. If all shares of `Reached` are 1, the
 result is a lower bound; with the shares of `shares.py` it is a prediction.
 
+The cards of a group compute each layer together: each reads and computes its share (`DecoderSize.local`). The exchanges
+of `exchanges.py` are added.
+
 S: sequences of a step.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
 from pipeline.errors import ConfigError
 from pipeline.roofline.cards import Card
+from pipeline.roofline.exchanges import Link, exchange_seconds, step_exchanges
 
 DENSE_BYTES = 2.0  # per weight or activation in 16 bits
 SCALE_BYTES = 4.0  # per vector in an fp8 KV cache, or per group of fp8 weights
@@ -54,6 +58,27 @@ class DecoderSize:
     is_gated: bool = True
     windows: tuple[int | None, ...] = ()
     experts: ExpertSize | None = None
+
+    def local(self, num_cards: int) -> "DecoderSize":
+        """Return the share of each card of a group: heads, widths of feed-forwards and experts, and vocabulary are
+        divided, rounded up. Fewer KV heads than cards are replicated."""
+        if num_cards == 1:
+            return self
+
+        def share(whole: int) -> int:
+            return -(-whole // num_cards)
+
+        experts = self.experts
+        if experts is not None:
+            experts = replace(experts, width=share(experts.width), shared_width=share(experts.shared_width))
+        return replace(
+            self,
+            intermediate=share(self.intermediate),
+            heads=share(self.heads),
+            kv_heads=share(self.kv_heads),
+            vocab=share(self.vocab),
+            experts=experts,
+        )
 
     def linears(self) -> list[tuple[str, int, int]]:
         """Return name, inputs and outputs of the linears of a layer without experts as they are run: q, k, v fused, and
@@ -197,14 +222,19 @@ class Reached:
     int4_read: float = 1.0
     step_s: float = 0.0
     layer_s: float = 0.0
+    nvlink: float = 1.0
+    pcie: float = 1.0
+    exchange_s: float = 0.0
+    nvlink_hop_s: float = 0.0
+    pcie_hop_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Peak rates of a card.
+    """Peak rates of a card, or of each card of a group that computes each layer together.
 
     bytes_per_s: memory read or written. flops_per_s: dense 16-bit products with float32 sums. fp8_flops_per_s: the same
-    for e4m3; None if the card has none.
+    for e4m3; None if the card has none. nvlink_bytes_per_s, pcie_bytes_per_s: to other cards, in one direction.
     """
 
     name: str
@@ -213,12 +243,24 @@ class Ceilings:
     memory_bytes: float
     reached: Reached = field(default_factory=Reached)
     fp8_flops_per_s: float | None = None
+    nvlink_bytes_per_s: float | None = None
+    pcie_bytes_per_s: float = 0.0
+    num_cards: int = 1
 
     @classmethod
-    def of_card(cls, card: Card, reached: Reached) -> "Ceilings":
+    def of_card(cls, card: Card, reached: Reached, num_cards: int = 1) -> "Ceilings":
         """Return the rates that the card's vendor states."""
         rates = card.bandwidth_bytes_per_s, card.bf16_flops
-        return cls(card.name, *rates, card.memory_bytes, reached, card.fp8_flops)
+        links = card.nvlink_bytes_per_s, card.pcie_bytes_per_s
+        return cls(card.name, *rates, card.memory_bytes, reached, card.fp8_flops, *links, num_cards)
+
+    @property
+    def link(self) -> Link:
+        """Link between the cards: NVLink if they have it, else PCIe."""
+        reached = self.reached
+        if self.nvlink_bytes_per_s is not None:
+            return Link(self.nvlink_bytes_per_s * reached.nvlink, reached.exchange_s, reached.nvlink_hop_s)
+        return Link(self.pcie_bytes_per_s * reached.pcie, reached.exchange_s, reached.pcie_hop_s)
 
 
 @dataclass(frozen=True)
@@ -265,10 +307,11 @@ class StepSeconds:
     kv_s: float = 0.0
     head_s: float = 0.0
     launch_s: float = 0.0
+    exchange_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.linears_s + max(self.attention_s, self.kv_s) + self.head_s + self.launch_s
+        return self.linears_s + max(self.attention_s, self.kv_s) + self.head_s + self.launch_s + self.exchange_s
 
     def __add__(self, other: "StepSeconds") -> "StepSeconds":
         return StepSeconds(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -309,12 +352,17 @@ def expert_seconds(num_tokens: int, size: DecoderSize, weights: Weights, card: C
 def step_seconds(
     step: StepLoad, size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float = DENSE_BYTES
 ) -> StepSeconds:
-    """Return the minimum time of a step on a card. kv_value_bytes: bytes of one number in the KV cache (1 in fp8).
+    """Return the minimum time of a step on a card, or on a group of them. size: of the whole model. kv_value_bytes:
+    bytes of one number in the KV cache (1 in fp8).
 
     The keys and values that a context's queries see are read once per layer, whatever the number of queries, except
     spared ones; those of the step's tokens are written.
     """
-    reached, num_tokens = card.reached, step.num_tokens
+    reached, num_tokens, exchange_s = card.reached, step.num_tokens, 0.0
+    if card.num_cards > 1:
+        counts = size.layers, size.hidden, size.vocab, card.num_cards, num_tokens, step.num_rows
+        exchange_s = exchange_seconds(step_exchanges(*counts), card.num_cards, card.link)
+        size = size.local(card.num_cards)
     linears_s = sum(
         count * min(linear_seconds(num_tokens, inputs, outputs, weights, card).values())
         for inputs, outputs, count in size.linear_counts()
@@ -334,4 +382,5 @@ def step_seconds(
         kv_s=kv_bytes / (card.bytes_per_s * reached.kv),
         head_s=head_s,
         launch_s=reached.step_s + size.layers * reached.layer_s,
+        exchange_s=exchange_s,
     )

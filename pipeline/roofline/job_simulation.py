@@ -73,7 +73,9 @@ class JobSeconds:
 def kv_room(
     size: DecoderSize, weights: Weights, card: Ceilings, share: float = 0.9, kv_value_bytes: float = DENSE_BYTES
 ) -> int:
-    """Return the KV cache's tokens in `share` of the card's memory minus the weights; 0 if the weights do not fit."""
+    """Return the KV cache's tokens in `share` of each card's memory minus its share of the weights; 0 if the weights do
+    not fit. size: of the whole model."""
+    size = size.local(card.num_cards)
     left = card.memory_bytes * share - weights.resident_bytes(size)
     return max(int(left // size.kv_bytes_per_token(kv_value_bytes)), 0)
 
@@ -94,15 +96,16 @@ def tail_seconds(moments: Sequence[SimulatedMoment]) -> float:
     return moments[-1].at_s - (full[-1] if full else 0.0)
 
 
-class _Job:
+class RunningRequests:
     """State of continuous batching: arrays over the running requests, in the order of admission.
 
-    blocks: each request's final number of blocks, without shared ones.
+    waiting: requests to admit, which are removed from it. blocks: each request's final number of blocks, without shared
+    ones.
     """
 
-    def __init__(self, requests: Sequence[RequestTokens], batching: Batching, shared_prefix: int) -> None:
+    def __init__(self, waiting: deque[RequestTokens], batching: Batching, shared_prefix: int = 0) -> None:
         self.batching = batching
-        self.waiting = deque(requests)
+        self.waiting = waiting
         self.num_blocks = batching.kv_tokens // batching.block_size
         self.shared_blocks = shared_prefix // batching.block_size  # held once, from the first request to the end
         self.shared_tokens = self.shared_blocks * batching.block_size
@@ -197,7 +200,7 @@ def simulate_job(
     """
     assert len(requests) > 0, "a job has requests"
     assert shared_prefix < min(request.prompt for request in requests), "each request computes some of its prompt"
-    job = _Job(requests, batching, shared_prefix)
+    job = RunningRequests(deque(requests), batching, shared_prefix)
     parts, wall_s, kv_s, sequence_s, prompt_tokens = StepSeconds(), 0.0, 0.0, 0.0, 0
     moments: list[SimulatedMoment] = []
     while job.waiting or len(job.computed):

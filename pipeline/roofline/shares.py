@@ -1,4 +1,5 @@
-"""Shares of a card's data sheet that the engine's kernels reach: measured on one H200, assumed for other cards.
+"""Shares of a card's data sheet that the engine's kernels reach: measured on one H200, assumed for other cards. Rates
+and latencies of links between cards are assumed.
 
 Measured on 2026-11-26 with torch 2.11 and triton 3.6, on the shapes of Llama-3-8B (AWQ int4, bfloat16) and of a 0.6B
 model. The H200's data sheet says 4.8 TB/s, 989.5 TFLOP/s in 16 bits and 1,979 in fp8. `gemm`, `kv` and `layer_s` were
@@ -35,12 +36,23 @@ MEASURED = Reached(
     step_s=0.3e-3,
     # About a dozen short kernels: 12 to 20 us in a step of one row of the 8B model, 33 us in one of the 0.6B model.
     layer_s=25e-6,
+    # Links are assumed: no job ran on several cards. NVIDIA states 370 of 450 GB/s for a ring over an H100's NVLink
+    # (nccl-tests issue 212). For PCIe NCCL counts on at most 24 of 32 GB/s (`PCI_BW` in src/graph/topo.h); without
+    # peer access tensors pass through the host's memory.
+    nvlink=0.80,
+    pcie=0.50,
+    # Latencies of NCCL's LL protocol, which it uses for small tensors, by its own table (`ncclTunerConstantsDefaults`
+    # in src/graph/tuning.cc, commit 5067397c): 6.6 us for a ring, 0.6 us a hop over NVLink, 1.0 us over PCIe.
+    exchange_s=6.6e-6,
+    nvlink_hop_s=0.6e-6,
+    pcie_hop_s=1.0e-6,
 )
 
 
-def source(cards: Collection[str]) -> str:
-    """Return the source of figures that `MEASURED` gives for these cards. cards: names in hardware.yaml."""
-    measured = f"kernels as measured on one {MEASURED_ON} ({DATE})"
-    if set(cards) <= {MEASURED_ON}:
-        return measured
-    return f"{measured}; on other cards assumed to reach the same shares of the data sheet"
+def source(cards: Collection[str], has_groups: bool = False) -> str:
+    """Return the source of figures that `MEASURED` gives for these cards. cards: names in hardware.yaml. has_groups:
+    several cards compute together."""
+    found = f"kernels as measured on one {MEASURED_ON} ({DATE})"
+    if not set(cards) <= {MEASURED_ON}:
+        found += "; on other cards assumed to reach the same shares of the data sheet"
+    return f"{found}; exchanges between cards assumed" if has_groups else found

@@ -4,8 +4,14 @@ Shapes: N output features, K input features, g group size, G groups, C entries o
 """
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
+
+from pipeline.errors import ModelError
+
+MIN_CUT_GROUP = 16
+"""Minimum number of inputs per scale after `select_inputs`: the smallest group that kernels read packed (NVFP4)."""
 
 
 @dataclass(frozen=True)
@@ -169,6 +175,49 @@ def select_outputs(weight: LinearWeight, row_N: torch.Tensor) -> LinearWeight:
         return CodebookWeight(codes_NK, scales_NG, weight.codebook_C, weight.group_size, bias_N)
     values = weight.q_NK[row_N], weight.scales_NG[row_N], weight.zeros_NG[row_N]
     return GroupIntWeight(*values, weight.group_size, bias_N, weight.bits, weight.input_order_K)
+
+
+def select_inputs(weight: LinearWeight, start: int, stop: int) -> LinearWeight:
+    """Return the linear that reads only inputs start:stop, without bias.
+
+    The products over a partition of the inputs add up to the whole product. A group or block that `start` or `stop`
+    cuts is replaced by smaller ones with its scale, which changes no weight. Raises ModelError if these would have
+    fewer than MIN_CUT_GROUP inputs.
+    """
+    if isinstance(weight, DenseWeight):
+        return DenseWeight(_columns(weight.weight_NK, start, stop))
+    if isinstance(weight, GroupIntWeight) and weight.input_order_K is not None:
+        # The range has part of each group, and not the same number of inputs of each: no group size describes that.
+        return DenseWeight(_columns(weight.dequantize(torch.float32), start, stop))
+    if isinstance(weight, Fp8Weight):
+        size, index_G = _cut_groups(weight, weight.block[1], start, stop)
+        value_NK = _columns(weight.value_NK, start, stop)
+        return Fp8Weight(value_NK, weight.scales_RG[:, index_G], (weight.block[0], size))
+    size, index_G = _cut_groups(weight, weight.group_size, start, stop)
+    scales_NG = weight.scales_NG[:, index_G]
+    if isinstance(weight, CodebookWeight):
+        return CodebookWeight(_columns(weight.code_NK, start, stop), scales_NG, weight.codebook_C, size)
+    values = _columns(weight.q_NK, start, stop), scales_NG, weight.zeros_NG[:, index_G]
+    return GroupIntWeight(*values, size, bits=weight.bits)
+
+
+def _columns(values_NK: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return values_NK[:, start:stop].contiguous()  # a view would keep the whole weight in memory
+
+
+def _cut_groups(weight: LinearWeight, group_size: int, start: int, stop: int) -> tuple[int, torch.Tensor]:
+    """Return the size of the groups of inputs start:stop, and the index in `weight` of each group's scale."""
+    if group_size >= weight.in_features:  # one scale per output
+        return stop - start, torch.zeros(1, dtype=torch.int64)
+    size = gcd(group_size, start, stop - start)
+    if size < MIN_CUT_GROUP:
+        raise ModelError(
+            f"a weight of {weight.in_features:,} inputs with a scale per {group_size} inputs cannot be split at inputs "
+            f"{start:,} and {stop:,}: a scale per {size} inputs is not supported, only per {MIN_CUT_GROUP} or more. "
+            f"Choose an engine.tensor_parallel_size that gives each GPU a multiple of {MIN_CUT_GROUP} of these inputs, "
+            "or a 16-bit checkpoint"
+        )
+    return size, torch.arange(start, stop, size) // group_size
 
 
 def _fused_groups(parts: list[LinearWeight], bias_N: torch.Tensor | None) -> GroupIntWeight | None:

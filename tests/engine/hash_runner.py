@@ -89,6 +89,8 @@ class HashRunner:
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         return hidden_RH
 
+    def close(self) -> None: ...
+
     def zero_blocks(self, blocks: list[int]) -> None:
         self.zeroed += blocks
         self.cache[blocks] = 0

@@ -103,7 +103,7 @@ def check_same_logits(folder: Path, kernels: Callable[[], Kernels], layers: list
     config = read_config(folder)
 
     def load(offload: LayerOffload | None) -> tuple[Decoder, Kernels]:
-        decoder = Decoder(folder, config, used := kernels(), torch.float32, CPU, offload)
+        decoder = Decoder(folder, config, used := kernels(), torch.float32, CPU, offload=offload)
         if adapter:
             decoder.adapters = Adapters([read_adapter(locate_adapter(adapter, "adapter"), config)], used, CPU)
         return decoder, used

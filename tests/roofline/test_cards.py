@@ -23,6 +23,9 @@ def test_every_card_is_whole_and_of_a_likely_size():
         assert (card.fp8_flops is not None) == (card.compute_capability >= (8, 9))
         assert card.fp8_flops is None or 1.9 < card.fp8_flops / card.bf16_flops < 2.1
         assert all(isinstance(v, int) for v in (card.memory_bytes, card.bandwidth_bytes_per_s, card.bf16_flops))
+        assert card.nvlink_bytes_per_s is None or 2e11 < card.nvlink_bytes_per_s < 1e12
+        assert (card.nvlink_bytes_per_s is not None) == ("SXM" in card.source)
+        assert card.pcie_bytes_per_s == (64e9 if card.compute_capability >= (9, 0) else 32e9)
         assert "NVIDIA" in card.source
         assert "20" in card.source
 

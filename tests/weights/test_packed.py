@@ -1,11 +1,14 @@
-"""Fusing and selecting outputs: each output keeps its own weight, and the form is kept where all parts share it."""
+"""Fusing linears, and selecting outputs or inputs: each weight keeps its value, and the form is kept where possible."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
 
+from pipeline.errors import ModelError
 from pipeline.kernels.cpu.linear.selection import supports_int4
+from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import (
     CodebookWeight,
     DenseWeight,
@@ -13,32 +16,36 @@ from pipeline.weights.packed import (
     GroupIntWeight,
     LinearWeight,
     concatenate,
+    select_inputs,
     select_outputs,
 )
 from pipeline.weights.round_to_nearest import NF4
+from tests.kernels.lora import random_updates
 
 K = 64
 
 
-def grouped(outputs: int, bits: int = 4, group: int = 32, order_K: torch.Tensor | None = None) -> GroupIntWeight:
+def grouped(
+    outputs: int, bits: int = 4, group: int = 32, order_K: torch.Tensor | None = None, inputs: int = K
+) -> GroupIntWeight:
     return GroupIntWeight(
-        torch.randint(0, 1 << bits, (outputs, K), dtype=torch.int16).to(torch.uint8),
-        torch.rand(outputs, K // group) + 0.1,
-        torch.randint(0, 1 << bits, (outputs, K // group)).float(),
+        torch.randint(0, 1 << bits, (outputs, inputs), dtype=torch.int16).to(torch.uint8),
+        torch.rand(outputs, inputs // group) + 0.1,
+        torch.randint(0, 1 << bits, (outputs, inputs // group)).float(),
         group,
         bits=bits,
         input_order_K=order_K,
     )
 
 
-def coded(outputs: int, group: int = 32) -> CodebookWeight:
-    codes = torch.randint(0, 16, (outputs, K), dtype=torch.uint8)
-    return CodebookWeight(codes, torch.rand(outputs, K // group), torch.tensor(NF4), group)
+def coded(outputs: int, group: int = 32, inputs: int = K) -> CodebookWeight:
+    codes = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8)
+    return CodebookWeight(codes, torch.rand(outputs, inputs // group), torch.tensor(NF4), group)
 
 
-def float8(outputs: int, rows: int, columns: int) -> Fp8Weight:
-    grid = (-(-outputs // rows), -(-K // columns))
-    return Fp8Weight(torch.randn(outputs, K).to(torch.float8_e4m3fn), torch.rand(grid) + 0.1, (rows, columns))
+def float8(outputs: int, rows: int, columns: int, inputs: int = K) -> Fp8Weight:
+    grid = (-(-outputs // rows), -(-inputs // columns))
+    return Fp8Weight(torch.randn(outputs, inputs).to(torch.float8_e4m3fn), torch.rand(grid) + 0.1, (rows, columns))
 
 
 ORDER, OTHER = (torch.randperm(K, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -108,6 +115,86 @@ def test_outputs_are_selected_with_their_weights_and_biases(case: str, biased: b
     assert torch.equal(found.dequantize(torch.float32), weight.dequantize(torch.float32)[rows])
     assert (found.bias_N is not None) == biased
     assert not biased or torch.equal(found.bias_N, rows.float())
+
+
+WIDE = 192
+SPLIT: dict[str, tuple[LinearWeight, tuple[int, int, int]]] = {
+    # the inputs that share a scale in each of 2, 3 and 4 parts: of 96, 64 and 48 inputs
+    "int4": (grouped(12, inputs=WIDE), (32, 32, 16)),
+    "int4, wide groups": (grouped(12, group=64, inputs=WIDE), (32, 64, 16)),
+    "int4 by output": (grouped(12, group=WIDE, inputs=WIDE), (96, 64, 48)),
+    "int8": (grouped(12, 8, group=96, inputs=WIDE), (96, 32, 48)),
+    "codes": (coded(12, inputs=WIDE), (32, 32, 16)),
+    "codes by output": (coded(12, WIDE, inputs=WIDE), (96, 64, 48)),
+    "fp8 whole": (float8(12, 12, WIDE, inputs=WIDE), (96, 64, 48)),
+    "fp8 by output": (float8(12, 1, WIDE, inputs=WIDE), (96, 64, 48)),
+    "fp8 blocks": (float8(12, 4, 32, inputs=WIDE), (32, 32, 16)),
+    "fp8 blocks that are not full": (float8(12, 5, 128, inputs=WIDE), (32, 64, 16)),
+    "fp8 blocks wider than the weight": (float8(12, 128, 256, inputs=WIDE), (96, 64, 48)),
+}
+
+
+def inputs_per_scale(weight: LinearWeight) -> int:
+    return weight.block[1] if isinstance(weight, Fp8Weight) else weight.group_size
+
+
+def assert_parts_add_up(weight: LinearWeight, parts: list[LinearWeight]) -> None:
+    """Compare the columns exactly, and the sum of the CPU kernels' products."""
+    assert all(part.bias_N is None for part in parts)
+    columns_NK = torch.cat([part.dequantize(torch.float32) for part in parts], dim=1)
+    assert torch.equal(columns_NK, weight.dequantize(torch.float32))
+    kernels, x_TK = select_kernels(torch.device("cpu"), torch.float32), torch.randn(5, weight.in_features)
+    xs = x_TK.split([part.in_features for part in parts], dim=1)
+    products = [kernels.prepare_linear(part)(x.contiguous()) for part, x in zip(parts, xs)]
+    whole_TN = kernels.prepare_linear(replace(weight, bias_N=None))(x_TK)
+    torch.testing.assert_close(
+        torch.stack(products).sum(0), whole_TN, rtol=1e-4, atol=1e-4 * float(whole_TN.abs().max())
+    )
+
+
+@pytest.mark.parametrize("num_parts", [2, 3, 4])
+@pytest.mark.parametrize("case", SPLIT)
+def test_products_of_parts_of_the_inputs_add_up(case: str, num_parts: int) -> None:
+    weight, sizes = SPLIT[case]
+    weight, width = replace(weight, bias_N=torch.ones(12)), WIDE // num_parts
+    parts = [select_inputs(weight, start, start + width) for start in range(0, WIDE, width)]
+    assert {type(part) for part in parts} == {type(weight)}
+    assert {inputs_per_scale(part) for part in parts} == {sizes[num_parts - 2]}
+    assert_parts_add_up(weight, parts)
+
+
+@pytest.mark.parametrize("case", ["16 bits", "int4, ordered", "int4 by output", "fp8 whole", "fp8 by output"])
+def test_weights_without_contiguous_groups_are_split_anywhere(case: str) -> None:
+    weights = SELECTED | {"int4 by output": grouped(12, group=K)}
+    weight, borders = replace(weights[case], bias_N=torch.ones(12)), (0, 5, 22, 23, K)
+    parts = [select_inputs(weight, *ends) for ends in pairwise(borders)]
+    kind = DenseWeight if case == "int4, ordered" else type(weight)
+    assert {type(part) for part in parts} == {kind}
+    assert_parts_add_up(weight, parts)
+
+
+def test_parts_of_different_sizes_have_groups_that_fit_each() -> None:
+    weight, borders = grouped(12, inputs=WIDE), (0, 16, 64, 128, WIDE)
+    parts = [select_inputs(weight, *ends) for ends in pairwise(borders)]
+    assert [part.group_size for part in parts] == [16, 16, 32, 32]
+    assert_parts_add_up(weight, parts)
+
+
+@pytest.mark.parametrize(("weight", "group"), [(grouped(4), 32), (coded(4), 32), (float8(4, 4, 32), 32)])
+def test_groups_that_would_become_too_small_are_refused(weight: LinearWeight, group: int) -> None:
+    with pytest.raises(ModelError, match=rf"64 inputs with a scale per {group} .* at inputs 24 and 48: a scale per 8 "):
+        select_inputs(weight, 24, 48)
+
+
+def test_an_update_of_a_linear_is_split_like_its_weight() -> None:
+    (update,), x_TK, row_N = random_updates([4], 12, K), torch.randn(3, K), torch.tensor([7, 0, 11])
+    assert update is not None
+    whole_TN = x_TK @ update.a_RK.T @ update.b_NR.T
+    outputs = update.select_outputs(row_N)
+    torch.testing.assert_close(x_TK @ outputs.a_RK.T @ outputs.b_NR.T, whole_TN[:, row_N])
+    parts = [update.select_inputs(0, 20), update.select_inputs(20, K)]
+    sums = [x_T @ part.a_RK.T @ part.b_NR.T for x_T, part in zip((x_TK[:, :20], x_TK[:, 20:]), parts)]
+    torch.testing.assert_close(sums[0] + sums[1], whole_TN)
 
 
 def test_an_order_of_inputs_is_undone_when_dequantized() -> None:

@@ -66,8 +66,8 @@ class EngineSection(ConfigSection):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="GB of the layers' weights to keep in host memory, rounded up to whole layers. Each step copies "
-        "them to the GPU while other layers compute.",
+        description="GB of each GPU's weights of layers to keep in host memory, rounded up to whole layers. Each step "
+        "copies them to the GPU while other layers compute.",
         examples=[8],
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
@@ -87,5 +87,14 @@ class EngineSection(ConfigSection):
         default=False,
         description="Make a row's tokens independent of the batch that it runs in. Slower; on CPU float32 only.",
         examples=[True],
+        json_schema_extra=NUMERICS,
+    )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="GPUs of one engine, which compute each step together, each with a share of the weights; for a "
+        "model larger than one card. Changes rounding.",
+        examples=[4],
         json_schema_extra=NUMERICS,
     )

@@ -58,7 +58,7 @@ class RunSection(ConfigSection):
     gpus_per_actor: float | None = Field(
         default=None,
         ge=0,
-        description="GPUs that an engine reserves. Default: 0 on cpu, 1 on cuda.",
+        description="GPUs that an engine reserves. Default: 0 on cpu, engine.tensor_parallel_size on cuda.",
         examples=[1],
     )
     window_rows: int = Field(

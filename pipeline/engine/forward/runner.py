@@ -42,6 +42,7 @@ class Runner(SamplingKernels, Protocol):
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]: ...
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor: ...
     def zero_blocks(self, blocks: list[int]) -> None: ...
+    def close(self) -> None: ...
 
 
 class ModelRunner:
@@ -49,7 +50,7 @@ class ModelRunner:
 
     def __init__(self, decoder: Decoder, kv: KVCache, block_size: int, max_model_len: int) -> None:
         self.decoder, self.kv, self.block_size = decoder, kv, block_size
-        self.vocab_size = decoder.config.vocab_size
+        self.vocab_size = decoder.vocab_size
         self.hidden_size = decoder.config.hidden_size
         self.class_head_CH = decoder.class_head_CH
         self.has_vocabulary_head = decoder.lm_head is not None
@@ -65,23 +66,30 @@ class ModelRunner:
         """Compute the logits (R, vocabulary), in the model's dtype, of the rows `step.logit_row_R`. future: tokens for
         which the step has placeholders."""
         sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
-        adapter_T = self._adapters_of(step)
-        if self._graphs is not None and adapter_T is None and self._graphs.supports(step):
+        if self._graphs is not None and self.is_captured(step):
             attn_metadata = AttentionInput(*sequences, torch.from_numpy(step.slot_mapping_T), self.block_size)
             return self.decoder.logits(self._graphs.run(step, attn_metadata, future))
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         if future is not None:
             future.put_into(numbers_3T[0], on_device(future.index_2F, self.decoder.device))
-        attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
+        attn_metadata, adapter_T = AttentionInput(*sequences, numbers_3T[2], self.block_size), self._adapters_of(step)
         hidden_RH = self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, step.logit_row_R, adapter_T)
         return self.decoder.logits(hidden_RH)
+
+    def is_captured(self, step: StepInput) -> bool:
+        """Return whether `execute` replays a captured step."""
+        return self._graphs is not None and self._adapters_of(step) is None and self._graphs.supports(step)
+
+    def computed_rows(self, step: StepInput, row_N: np.ndarray) -> np.ndarray:
+        """Return the tokens for which the last layer of `execute_and_read` computes more than keys and values."""
+        row_M = np.union1d(step.logit_row_R, row_N)
+        # For few tokens the last layer computes only those, each as its own sequence; for many that is slower.
+        return row_M if 2 * len(row_M) <= len(step.token_id_T) else np.arange(len(step.token_id_T))
 
     @torch.inference_mode()
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits as `execute`, and the last hidden states (N, H) of the step's tokens row_N, ascending."""
-        row_M = np.union1d(step.logit_row_R, row_N)
-        # For few tokens the last layer computes only those, each as its own sequence; for many that is slower.
-        computed_M = row_M if 2 * len(row_M) <= len(step.token_id_T) else np.arange(len(step.token_id_T))
+        computed_M = self.computed_rows(step, row_N)
         numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
         sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
         attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
@@ -150,6 +158,9 @@ class ModelRunner:
 
     def zero_blocks(self, blocks: list[int]) -> None:
         self.kv.fill(blocks, 0.0)
+
+    def close(self) -> None:
+        """Nothing to end: weights and cache are freed with this object."""
 
 
 class DeviceContext:

@@ -9,7 +9,9 @@ import torch
 
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.forward.graphs import CudaCapture
-from pipeline.engine.forward.runner import DeviceContext, ModelRunner
+from pipeline.engine.forward.runner import DeviceContext, ModelRunner, Runner
+from pipeline.engine.parallel.group import RankGroup
+from pipeline.engine.parallel.runner import ParallelRunner
 from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
@@ -17,6 +19,7 @@ from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
 from pipeline.engine.startup.mixed_tokens import max_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
 from pipeline.errors import ConfigError
+from pipeline.kernels.ranks import ONE_RANK, OneRank, ProcessRanks
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
 from pipeline.machine.host import available_cores
@@ -35,7 +38,7 @@ class Built:
 
     resolved: Resolved
     device_context: DeviceContext
-    runner: ModelRunner
+    runner: Runner
     draft_runner: ModelRunner | None
     tokenizer: Tokenizer
     num_blocks: int
@@ -52,10 +55,47 @@ def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
     keep_cpu_kernels_in(cpu_kernel_folder(log=log))  # also on a GPU: lookup is compiled for the CPU
     folder = locate_model(config.model)
     model = quantized_on_load(as_stored(read_config(folder), folder), config.quantization)
-    resolved = resolve(config, model)
-    device_context = DeviceContext(_num_threads(config.num_threads), resolved.device)
+    resolved = resolve(config, model.local(config.tensor_parallel_size))
+    num_threads = _num_threads(config.num_threads)
+    if config.tensor_parallel_size > 1:
+        num_threads = max(1, (num_threads or torch.get_num_threads()) // config.tensor_parallel_size)
+    spec = LoadSpec(config, folder, model, resolved, num_threads)
+    device_context = DeviceContext(num_threads, resolved.device)
     with device_context:
-        return _build_on_device(config, folder, model, resolved, device_context, log)
+        tokenizer = Tokenizer.from_folder(str(folder))
+        if config.tensor_parallel_size == 1:
+            loaded = load_runner(spec, ONE_RANK, log, tokenizer)
+            runner: Runner = loaded.runner
+        else:
+            loaded, runner = start_ranks(spec, log, tokenizer)
+    resolved = loaded.resolved
+    settings: dict[str, str | int] = {
+        "device": str(resolved.device),
+        **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
+        "dtype": str(resolved.dtype).removeprefix("torch."),
+        "kv_cache_dtype": str(resolved.kv_dtype).removeprefix("torch."),
+        "max_model_len": loaded.max_model_len,
+        "max_num_seqs": resolved.max_num_seqs,
+        "max_num_batched_tokens": resolved.max_num_batched_tokens,
+        "block_size": resolved.block_size,
+        "num_kv_blocks": loaded.num_blocks,
+        "weights": loaded.target.weights,
+        "parameters": model.parameters_text(),
+        "deterministic": "on" if resolved.deterministic else "off",
+        "num_threads": device_context.num_threads,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "speculation": _speculation_text(config.speculation_config, resolved),
+    } | {f"kernel.{op}": origin for op, origin in loaded.target.kernels.backends.items()}
+    return Built(
+        resolved=resolved,
+        device_context=device_context,
+        runner=runner,
+        draft_runner=loaded.draft_runner,
+        tokenizer=tokenizer,
+        num_blocks=loaded.num_blocks,
+        max_model_len=loaded.max_model_len,
+        settings=settings,
+    )
 
 
 def _num_threads(requested: int | None) -> int | None:
@@ -65,66 +105,96 @@ def _num_threads(requested: int | None) -> int | None:
     return requested
 
 
-def _build_on_device(
-    config: EngineConfig,
-    folder: Path,
-    model: ModelConfig,
-    resolved: Resolved,
-    device_context: DeviceContext,
-    log: Callable[[str], None],
-) -> Built:
-    tokenizer = Tokenizer.from_folder(str(folder))
+@dataclass(frozen=True)
+class LoadSpec:
+    """What a rank needs to load its share. resolved: with the leader's device. num_threads: of each rank."""
+
+    config: EngineConfig
+    folder: Path
+    model: ModelConfig
+    resolved: Resolved
+    num_threads: int | None
+
+
+@dataclass(frozen=True)
+class LoadedRunner:
+    """A rank's runner with its KV cache. num_blocks: of the KV cache."""
+
+    target: LoadedModel
+    resolved: Resolved
+    runner: ModelRunner
+    draft_runner: ModelRunner | None
+    num_blocks: int
+    max_model_len: int
+
+
+def load_runner(
+    spec: LoadSpec, ranks: OneRank, log: Callable[[str], None], tokenizer: Tokenizer | None = None
+) -> LoadedRunner:
+    """Load a rank's share. All ranks call this at the same time, the leader with a tokenizer; it alone has the draft
+    model."""
+    config, resolved = spec.config, spec.resolved
     if resolved.device.type == "cuda":
         keep_gpu_kernels_in(gpu_kernel_folder())
     log("reading weights")
-    target = LoadedModel.load(folder, model, resolved, config.adapters)
+    target = LoadedModel.load(spec.folder, spec.model, resolved, config.adapters, ranks)
     if target.decoder.lm_head is None:  # it does not generate
         resolved = replace(resolved, speculation=SpeculationConfig("off"))
     draft = None
-    if resolved.speculation.model is not None:
+    if resolved.speculation.model is not None and tokenizer is not None:
         log("reading the draft model's weights")
         draft = LoadedModel.load_draft(resolved.speculation.model, tokenizer, resolved)
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
     step_bytes = 0  # on a CPU, where memory is not that tight
-    shapes = captured_shapes(resolved, _max_mixed_tokens(model, resolved))
+    shapes = captured_shapes(resolved, _max_mixed_tokens(target.config, resolved))
     if resolved.device.type == "cuda":
         for each, shape in zip(loaded, shapes):
-            each.compile_kernels(resolved, shape, device_context.num_threads, log)
+            threads = spec.num_threads or torch.get_num_threads()
+            each.compile_kernels(resolved, shape, threads, log)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
-    num_blocks = _num_kv_blocks(config, resolved, sum(each.kv_bytes_per_token for each in loaded), step_bytes)
+    bytes_per_token = sum(each.kv_bytes_per_token for each in loaded)
+    num_blocks = ranks.least(_num_kv_blocks(config, resolved, bytes_per_token, step_bytes))
     max_model_len = _fit_length(config, resolved, num_blocks)
     runner = target.runner(num_blocks, resolved.block_size, max_model_len)
     draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
         _capture_steps(runner, draft_runner, resolved, shapes, log)
-    settings: dict[str, str | int] = {
-        "device": str(resolved.device),
-        **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
-        "dtype": str(resolved.dtype).removeprefix("torch."),
-        "kv_cache_dtype": str(resolved.kv_dtype).removeprefix("torch."),
-        "max_model_len": max_model_len,
-        "max_num_seqs": resolved.max_num_seqs,
-        "max_num_batched_tokens": resolved.max_num_batched_tokens,
-        "block_size": resolved.block_size,
-        "num_kv_blocks": num_blocks,
-        "weights": target.weights,
-        "parameters": model.parameters_text(),
-        "deterministic": "on" if resolved.deterministic else "off",
-        "num_threads": device_context.num_threads,
-        "speculation": _speculation_text(config.speculation_config, resolved),
-    } | {f"kernel.{op}": origin for op, origin in target.kernels.backends.items()}
-    return Built(
-        resolved=resolved,
-        device_context=device_context,
-        runner=runner,
-        draft_runner=draft_runner,
-        tokenizer=tokenizer,
-        num_blocks=num_blocks,
-        max_model_len=max_model_len,
-        settings=settings,
-    )
+    return LoadedRunner(target, resolved, runner, draft_runner, num_blocks, max_model_len)
+
+
+def start_ranks(
+    spec: LoadSpec, log: Callable[[str], None], tokenizer: Tokenizer
+) -> tuple[LoadedRunner, ParallelRunner]:
+    """Start the other ranks (`engine/rank_process.py`) and load the leader's share. Returns it, and the runner of all
+    ranks."""
+    size, resolved = spec.config.tensor_parallel_size, spec.resolved
+    group = RankGroup(size, _plan_bytes(resolved), exits_when_lost=resolved.device.type == "cuda")
+    try:
+        for rank in range(1, size):
+            group.start(rank, (rank, size, group.store, rank_spec(spec, rank)))
+        ranks = ProcessRanks(0, size, group.store, resolved.device, group.lost)
+        loaded = load_runner(spec, ranks, log, tokenizer)
+        return loaded, ParallelRunner(loaded.runner, spec.model, ranks, group)
+    except BaseException:
+        group.close()
+        raise
+
+
+def rank_spec(spec: LoadSpec, rank: int) -> LoadSpec:
+    """Return the specification for another rank, whose GPU is the one `rank` after the leader's."""
+    device = spec.resolved.device
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index + rank)
+    return replace(spec, resolved=replace(spec.resolved, device=device))
+
+
+def _plan_bytes(resolved: Resolved) -> int:
+    """Return an upper bound of the size of a step's arrays."""
+    num_blocks = -(-resolved.max_model_len // resolved.block_size)
+    numbers = 5 * resolved.max_num_batched_tokens + resolved.max_num_seqs * (8 + num_blocks)
+    return 8 * numbers + (1 << 16)
 
 
 def _speculation_text(requested: SpeculationConfig, resolved: Resolved) -> str:

@@ -22,12 +22,14 @@ from pipeline.errors import ModelError
 from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.act_quant import ActQuantLinears, with_act_quant
 from pipeline.kernels.contract import Kernels
+from pipeline.kernels.ranks import ONE_RANK, OneRank
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.load import as_stored
 from pipeline.model.lora import Adapters, read_adapter
 from pipeline.model.offload import CudaCopies, LayerOffload
+from pipeline.model.sharding import Share
 from pipeline.tokenization.tokenizer import Tokenizer
 
 
@@ -42,19 +44,26 @@ class LoadedModel:
 
     @classmethod
     def load(
-        cls, folder: Path, config: ModelConfig, resolved: Resolved, adapters: Mapping[str, str] | None = None
+        cls,
+        folder: Path,
+        config: ModelConfig,
+        resolved: Resolved,
+        adapters: Mapping[str, str] | None = None,
+        ranks: OneRank = ONE_RANK,
     ) -> "LoadedModel":
-        """Load the weights. adapters: see `EngineConfig`. Raises ModelError when the tensors of the checkpoint or of an
-        adapter do not match its config, ConfigError when activations are to be quantized and the device or the weights
-        do not support it."""
+        """Load this rank's share of the weights. config: of the whole model. adapters: see `EngineConfig`. Raises
+        ModelError when the tensors of the checkpoint or of an adapter do not match its config, ConfigError when
+        activations are to be quantized and the device or the weights do not support it."""
+        share = Share(config, ranks.rank, ranks.size)
         updates = [
-            read_adapter(locate_adapter(path, f"adapter {name}"), config) for name, path in (adapters or {}).items()
+            share.updates(read_adapter(locate_adapter(path, f"adapter {name}"), config))
+            for name, path in (adapters or {}).items()
         ]
         plan = resolved.offload
         keeps_dense = resolved.device.type == "cpu" or (
             plan is None
             and dense_weights_fit(
-                config,
+                config.local(ranks.size),
                 resolved.dtype,
                 resolved.kv_dtype,
                 gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
@@ -64,13 +73,15 @@ class LoadedModel:
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         if resolved.activation_dtype != "auto":
             kernels = with_act_quant(kernels, resolved.activation_dtype, resolved.device)
+        if ranks.size > 1:
+            kernels = replace(kernels, fused_layer_loop=None)  # it computes whole layers
         config = config.for_length(resolved.max_model_len)
         offload = plan and LayerOffload(plan.layers, CudaCopies(resolved.device), resolved.device)
-        decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device, offload)
+        decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device, ranks, offload)
         decoder.adapters = Adapters(updates, kernels, resolved.device) if updates else None
         if isinstance(kernels.prepare_linear, ActQuantLinears) and kernels.prepare_linear.num_rounded == 0:
             raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
-        return cls(config, decoder, kernels, resolved.kv_dtype)
+        return cls(decoder.config, decoder, kernels, resolved.kv_dtype)
 
     @classmethod
     def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved) -> "LoadedModel":
@@ -117,9 +128,11 @@ class LoadedModel:
         """Compile all kernels that steps may launch; see `compute_step_kinds`. Nothing is run."""
         if self.kernels.compile_ahead is None:
             return
-        runner, offload = self._small_runner(resolved), self.decoder.offload
-        self.decoder.offload = None  # no weights are read
-        self.kernels.compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), log, num_threads)
+        runner, compile_ahead = self._small_runner(resolved), self.kernels.compile_ahead
+        offload, self.decoder.offload = self.decoder.offload, None  # no weights are read
+        self.decoder.ranks.leader_first(  # the others find the kernels in its cache
+            lambda: compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), log, num_threads)
+        )
         self.decoder.offload = offload
 
     def step_bytes(self, resolved: Resolved) -> int:

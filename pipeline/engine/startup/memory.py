@@ -220,6 +220,6 @@ def weight_layout(
 
 
 def usable_kv_room(size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float) -> int:
-    """Return the tokens that the KV cache can hold besides the weights and the reserved memory."""
-    slack = int(SLACK_BYTES / size.kv_bytes_per_token(kv_value_bytes))
+    """Return the tokens that the KV cache can hold besides the weights and the reserved memory of each card."""
+    slack = int(SLACK_BYTES / size.local(card.num_cards).kv_bytes_per_token(kv_value_bytes))
     return kv_room(size, weights, card, kv_value_bytes=kv_value_bytes) - slack

@@ -55,6 +55,11 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     """Fill in the open options of `config`. Raises ConfigError for options that the machine or model lacks."""
     _check_supported(config)
     device = find_device(config.device)
+    if device.type == "cuda" and device.index + config.tensor_parallel_size > (count := torch.cuda.device_count()):
+        raise ConfigError(
+            f"engine.tensor_parallel_size = {config.tensor_parallel_size}: from {device} on, torch sees only "
+            f"{count - device.index} of {count} GPUs"
+        )
     on_gpu = device.type == "cuda"
     dtype = _dtype(config.dtype, device, model)
     activation_dtype = _activation_dtype(config, model)
@@ -98,10 +103,13 @@ def _offload(config: EngineConfig, model: ModelConfig, device: torch.device, dty
     if gb and device.type == "cpu":
         raise ConfigError(f"engine.cpu_offload_gb = {gb}: needs a GPU, and the engine runs on a CPU; remove the key")
     plan = offload_plan(model, dtype, config.activation_dtype, gb)
-    if plan is not None and (free := free_cpu_bytes()) < plan.host_bytes:
+    if plan is None:
+        return None
+    host_bytes, free = config.tensor_parallel_size * plan.host_bytes, free_cpu_bytes()
+    if host_bytes > free:
         raise ConfigError(
-            f"engine.cpu_offload_gb = {gb}: {shown_bytes(plan.host_bytes)} of weights do not fit the host's memory, of "
-            f"which {shown_bytes(free)} are free; lower the key"
+            f"engine.cpu_offload_gb = {gb}: {shown_bytes(host_bytes)} of weights do not fit the host's free memory of "
+            f"{shown_bytes(free)}; lower the key"
         )
     return plan
 
@@ -190,6 +198,12 @@ def _check_supported(config: EngineConfig) -> None:
     if not 0.0 < config.gpu_memory_utilization <= 1.0:
         raise ConfigError(
             f"engine.gpu_memory_utilization = {config.gpu_memory_utilization}: expected a number in (0, 1]"
+        )
+    if config.deterministic and config.tensor_parallel_size > 2:
+        raise ConfigError(
+            f"engine.deterministic: cannot be combined with engine.tensor_parallel_size = "
+            f"{config.tensor_parallel_size}: the order in which more than two partial sums are added depends on the "
+            "number of tokens; use at most 2, or remove one of the keys"
         )
     if config.adapters and config.deterministic:
         raise ConfigError(

@@ -141,4 +141,5 @@ class StepLoop:
     def close(self) -> None:
         """Release the model and everything in flight."""
         self.spec_decoder = self.table.watcher = None
+        self.runner.close()
         del self.runner

@@ -26,9 +26,12 @@ def flow_spec(
     log_level: Level = "info",
 ) -> FlowSpec:
     """Return the specification of the dataflow. Each actor gets its share of the machine's cores unless the job sets
-    it, and a GPU if it uses one. `retry_failed`: recompute the error rows of units that have a part."""
+    it, and the GPUs that it uses. `retry_failed`: recompute the error rows of units that have a part."""
     job, config, run = plan.job, plan.job.config, plan.job.config.run
-    gpus = run.gpus_per_actor if run.gpus_per_actor is not None else float(plan.device.startswith("cuda"))
+    on_gpu = plan.device.startswith("cuda")
+    gpus = run.gpus_per_actor
+    if gpus is None:
+        gpus = float(config.engine.tensor_parallel_size if on_gpu else 0)
     min_size, max_size = run.pool
     cpus = run.cpus_per_actor or _cpus(max_size, run.cluster_address, gpus)
     engine = job.work_config(max(1, int(cpus)))
@@ -65,7 +68,7 @@ def flow_spec(
     )
     spot, units = Spot(run.spot_notice, run.drain_timeout), job.units
     if isinstance(engine, EngineConfig):
-        num_seqs = engine.max_num_seqs or max_default_seqs(plan.device.startswith("cuda"))
+        num_seqs = engine.max_num_seqs or max_default_seqs(on_gpu)
     else:
         num_seqs = engine.max_concurrency
     in_flight = units_in_flight(num_seqs, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
