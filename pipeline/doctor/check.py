@@ -66,6 +66,10 @@ class Setup:
         return "auto" if self.job is None else self.job.engine.activation_dtype
 
     @property
+    def cpu_offload_gb(self) -> float:
+        return 0.0 if self.job is None else self.job.engine.cpu_offload_gb
+
+    @property
     def quantization(self) -> str:
         """Return the job's quantization of the model's linears on load."""
         return "none" if self.job is None else self.job.model.quantization
