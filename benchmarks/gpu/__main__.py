@@ -1,4 +1,4 @@
-"""Time an NVIDIA GPU: kernels, linears, engine steps, weights in host memory, jobs, and vLLM on the same card.
+"""Time an NVIDIA GPU: kernels, linears, experts, engine steps, weights in host memory, jobs, and vLLM on the card.
 
     python -m benchmarks.gpu --output gpu-times --budget 600
     python -m benchmarks.gpu --output /tmp/smoke --device cpu --smoke
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.experts import expert_times
 from benchmarks.gpu.jobs import AS_SERVED, SETS, jobs, peer_jobs
 from benchmarks.gpu.kernels import kernel_times
 from benchmarks.gpu.linears import linear_times
@@ -84,6 +85,7 @@ def plan(models: Sequence[str], is_smoke: bool) -> list[Task]:
     tasks = [
         Task(f"kernels-{large}", kernel_times, large, 90, False),
         Task(f"linears-{large}", linear_times, large, 90, False),
+        Task(f"experts-{large}", expert_times, large, 60, False),
         Task(f"steps-{large}", step_times, large, 120),
         Task(f"jobs-{large}", partial(jobs, names=SETS, variant=AS_SERVED), large, 240),
         Task(f"offload-{large}", offload_times, large, 120),
@@ -124,10 +126,12 @@ class Session:
         if rates is None:
             return 1
         self.setting = replace(self.setting, rates=Rates(**rates))
-        writing: RunningSection | None = self._start(Task("checkpoints", partial(checkpoints, models=models), "", 300))
-        for task in [*plan(models, self.options.smoke), self._peers(models[0])]:
-            if wanted and not any(task.name.startswith(each) for each in wanted):
-                continue
+        tasks = [*plan(models, self.options.smoke), self._peers(models[0])]
+        tasks = [task for task in tasks if not wanted or any(task.name.startswith(each) for each in wanted)]
+        writing: RunningSection | None = None
+        if needed := list(dict.fromkeys(task.model for task in tasks if task.needs_checkpoint)):
+            writing = self._start(Task("checkpoints", partial(checkpoints, models=needed), "", 300))
+        for task in tasks:
             if task.needs_checkpoint and writing is not None:
                 self._finish(writing, 300)
                 writing = None

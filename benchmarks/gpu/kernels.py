@@ -7,7 +7,7 @@ Times exclude work on the host that is done once for all layers of a step.
 Suffixes as in `kernels/contract.py`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -85,8 +85,14 @@ class KernelTime:
 
 def kernel_times(setting: Setting) -> Iterator[Found]:
     """Time every variant of every work, the most important first."""
+    works = Layer(setting).works(SMOKE if setting.is_smoke else FULL)
+    return time_works(f"Kernels of {setting.model}", works, setting)
+
+
+def time_works(title: str, works: Iterable["partial[Work]"], setting: Setting) -> Iterator[Found]:
+    """Build each work in turn and time its variants."""
     found, times, stopwatch = Found(), list[KernelTime](), setting.stopwatch()
-    for build in Layer(setting).works(SMOKE if setting.is_smoke else FULL):
+    for build in works:
         with found.case(f"{build.func.__name__}{build.args}"), torch.inference_mode():
             work, results = build(), list[list[torch.Tensor]]()
             for name, call in work.variants.items():
@@ -97,7 +103,7 @@ def kernel_times(setting: Setting) -> Iterator[Found]:
                     seconds, off = stopwatch.seconds(call), difference(results[-1], results[0])
                     sizes = work.num_bytes, work.flops
                     times.append(KernelTime(work.kernel, work.shape, name, seconds, floor_s, *sizes, off))
-        head = f"Kernels of {setting.model}, {setting.dtype}. to served: the served variant's time over this one's"
+        head = f"{title}, {setting.dtype}. to served: the served variant's time over this one's"
         found.text = "\n".join([head, *times_to_lines(times), *stopwatch.complaints()])
         found.figures = {"model": setting.model, "kernels": [asdict(time) for time in times]}
         yield found

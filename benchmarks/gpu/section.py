@@ -96,7 +96,7 @@ def launch_mixed_steps(engine: Engine) -> Callable[[], None]:
         return int(np.diff(step.query_start_S1).max()) <= graphs._attention.max_queries and serves(step)
 
     graphs.supports = serves_decoding  # pyright: ignore[reportAttributeAccessIssue]
-    return lambda: setattr(graphs, "serves", serves)
+    return lambda: setattr(graphs, "supports", serves)
 
 
 Section = Callable[[Setting], Iterator[Found]]

@@ -209,10 +209,10 @@ def _check(config: JobConfig, shipped: ShippedJob) -> None:
             f"run.cpus_per_actor {config.run.cpus_per_actor:g}: a worker has {kubernetes.cpus} CPUs and needs one for "
             "reading; raise kubernetes.cpus"
         )
-    if 0 < kubernetes.gpus < config.engine.tensor_parallel_size:
+    if 0 < kubernetes.gpus < (size := config.engine.tensor_parallel_size):
         raise ConfigError(
-            f"kubernetes.gpus {kubernetes.gpus}: engine.tensor_parallel_size {config.engine.tensor_parallel_size} needs "
-            "as many in each worker pod; raise kubernetes.gpus"
+            f"kubernetes.gpus {kubernetes.gpus}: engine.tensor_parallel_size {size} needs as many in each worker pod; "
+            "raise kubernetes.gpus"
         )
     for prefix, options in config.storage.items():
         if secrets_of(options):

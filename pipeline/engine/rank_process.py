@@ -30,6 +30,7 @@ def main(leader_fd: int, memory_fd: int, life_fd: int) -> None:
     leader = Connection(leader_fd)
     rank, size, store, spec = leader.recv()
     assert isinstance(spec, LoadSpec)
+    leader.send(None)
     try:
         keep_cpu_kernels_in(cpu_kernel_folder())
         with DeviceContext(spec.num_threads, spec.resolved.device):

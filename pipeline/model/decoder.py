@@ -210,11 +210,11 @@ class Decoder:
         kernels: Kernels,
         dtype: torch.dtype,
         device: torch.device,
-        ranks: OneRank = ONE_RANK,
         offload: LayerOffload | None = None,
+        ranks: OneRank = ONE_RANK,
     ) -> None:
         """Load this rank's share of `folder`. `self.config` then describes the share, `config` the whole model.
-        offload: moves each layer to the host as it is loaded.
+        offload: moves each layer as it is loaded.
 
         Raises ModelError if the folder's tensors do not match `config` exactly, or a format cannot be divided."""
         self.kernels, self.dtype, self.device, self.ranks = kernels, dtype, device, ranks
@@ -228,10 +228,10 @@ class Decoder:
         self.position_PH = None if position is None else position.to(device, dtype)
         self.layers: list[DecoderLayer] = []
         for index, weights in enumerate(reader.layers()):
-            layer = DecoderLayer(config, index, share.layer(index, weights), kernels, dtype, device, ranks)
-            self.layers.append(layer)
+            own = share.layer(index, weights)
+            self.layers.append(DecoderLayer(config, index, own, kernels, dtype, device, ranks))
             if offload is not None:
-                offload.add(layer)
+                offload.add(self.layers[-1])
         if offload is not None:
             offload.allocate_staging()
         self.offload = offload

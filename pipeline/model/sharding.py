@@ -54,14 +54,14 @@ class Share:
             return dict(updates)
         found = {}
         for name, update in updates.items():
-            a_RK, b_NR = update.a_RK, update.b_NR
             if name in ("o", "down"):
-                a_RK = a_RK[:, self._part(a_RK.shape[1])].contiguous()
+                part = self._part(update.a_RK.shape[1])
+                found[name] = update.select_inputs(part.start, part.stop)
             elif name == "qkv":
-                b_NR = b_NR[self._qkv_rows()]
+                found[name] = update.select_outputs(self._qkv_rows())
             else:
-                b_NR = b_NR[self._rows(len(b_NR), 1 + self.config.layers[index].is_gated)]
-            found[name] = LowRankUpdate(a_RK, b_NR)
+                rows = self._rows(len(update.b_NR), 1 + self.config.layers[index].is_gated)
+                found[name] = update.select_outputs(rows)
         return found
 
     def vocabulary(self, table_VH: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,19 +24,24 @@ ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
-def test_every_section_runs_without_the_packages_of_a_job(tmp_path: Path) -> None:
+def smoke(folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run the sections in an environment without the packages of a job. Return the figures."""
     missing = 'import sys\nsys.modules |= dict.fromkeys(("ray", "pydantic", "click", "llguidance"))\n'
-    (tmp_path / "sitecustomize.py").write_text(missing)
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke", "--output", str(tmp_path / "out")]
+    (folder / "sitecustomize.py").write_text(missing)
+    paths, output = os.pathsep.join([str(folder), str(ROOT)]), str(folder / "out")
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--smoke", "--output", output, *arguments]
     environment = os.environ | {"PYTHONPATH": paths}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    figures = json.loads((tmp_path / "out" / "figures.json").read_text())
+    return json.loads((folder / "out" / "figures.json").read_text())
+
+
+def test_every_section_runs_without_the_packages_of_a_job(tmp_path: Path) -> None:
+    figures = smoke(tmp_path)
     outcomes = {each["name"]: each["verdict"] for each in figures["outcomes"]}
     assert set(outcomes.values()) == {"done"}
     assert {name.split("-")[0] for name in outcomes} == {
-        "machine", "checkpoints", "kernels", "linears", "steps", "jobs", "offload", "peers",
+        "machine", "checkpoints", "kernels", "linears", "experts", "steps", "jobs", "offload", "peers",
     }  # fmt: skip
     sections = figures["sections"]
     assert all(time["seconds"] > 0 for time in sections["kernels-tiny-awq"]["kernels"])
@@ -45,6 +51,25 @@ def test_every_section_runs_without_the_packages_of_a_job(tmp_path: Path) -> Non
     assert len(sections["jobs-tiny-awq"]["jobs"]) == 5
     report = (tmp_path / "out" / "report.txt").read_text()
     assert "skipped: vLLM is not installed" in report
+
+
+def test_experts_of_each_form_are_timed_without_writing_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variants of one work agree. No selected section needs a checkpoint."""
+    monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))
+    figures = smoke(tmp_path, "--sections", "experts")
+    assert [each["name"] for each in figures["outcomes"]] == ["machine", "experts-tiny-awq"]
+    assert not (tmp_path / "cache" / "bench").exists()
+    times = figures["sections"]["experts-tiny-awq"]["kernels"]
+    variants: dict[str, set[str]] = {}
+    for time in times:
+        variants.setdefault(time["kernel"], set()).add(time["variant"])
+    quantized = {form: {"served", "16 bit"} for form in ("int4, groups of 128", "fp8, blocks", "mxfp4")}
+    by_torch = {kernel: {"served", "torch"} for kernel in ("adapters", "route")}
+    assert variants == quantized | by_torch | {"dense": {"served", "torch", "torch products"}}
+    assert any(time["shape"].startswith("gpt-oss-20b") for time in times)
+    assert all(time["off"] < 0.02 for time in times if time["variant"] != "torch products")
 
 
 def test_a_failed_capture_names_the_reason_and_leaves_torch_usable(monkeypatch: pytest.MonkeyPatch) -> None:

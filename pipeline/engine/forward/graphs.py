@@ -54,7 +54,8 @@ class CudaCapture:
         function()  # compilation and allocation at the first call must not be captured
         graph, before, reason = torch.cuda.CUDAGraph(), torch.cuda.current_stream(), None
         try:
-            with torch.cuda.graph(graph, pool=self._pool):
+            # NCCL's watchdog thread queries events meanwhile, which must not end the capture.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 try:
                     function()
                 except Exception as error:

@@ -15,6 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -79,9 +80,14 @@ class RankGroup:
         self._processes.append(process)
         self._connections.append(Connection(ours.detach()))
 
-    def start(self, rank: int, what: object) -> None:
-        """Send a rank what it needs to load its share."""
-        self._connections[rank - 1].send(what)
+    def start(self, specs: Sequence[object]) -> None:
+        """Send each rank what it needs to load its share, and wait until all processes run. Raises EnvironmentFailed if
+        one cannot."""
+        for connection, spec in zip(self._connections, specs, strict=True):
+            with contextlib.suppress(OSError):  # `wait` says why it ended
+                connection.send(spec)
+        self._unanswered = [*range(1, self.size)]
+        self.wait()
 
     def call(self, method: str, arrays: Arrays) -> None:
         """Start a call on all ranks. Raises EnvironmentFailed if one is lost."""

@@ -168,12 +168,17 @@ def start_ranks(
     spec: LoadSpec, log: Callable[[str], None], tokenizer: Tokenizer
 ) -> tuple[LoadedRunner, ParallelRunner]:
     """Start the other ranks (`engine/rank_process.py`) and load the leader's share. Returns it, and the runner of all
-    ranks."""
+    ranks. Raises ConfigError if there are fewer GPUs."""
     size, resolved = spec.config.tensor_parallel_size, spec.resolved
+    if resolved.device.type == "cuda":
+        count = torch.cuda.device_count() - resolved.device.index
+        if count < size:
+            raise ConfigError(
+                f"engine.tensor_parallel_size = {size}: torch sees only {count} GPUs from {resolved.device} on"
+            )
     group = RankGroup(size, _plan_bytes(resolved), exits_when_lost=resolved.device.type == "cuda")
     try:
-        for rank in range(1, size):
-            group.start(rank, (rank, size, group.store, rank_spec(spec, rank)))
+        group.start([(rank, size, group.store, rank_spec(spec, rank)) for rank in range(1, size)])
         ranks = ProcessRanks(0, size, group.store, resolved.device, group.lost)
         loaded = load_runner(spec, ranks, log, tokenizer)
         return loaded, ParallelRunner(loaded.runner, spec.model, ranks, group)

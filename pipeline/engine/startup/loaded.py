@@ -77,7 +77,7 @@ class LoadedModel:
             kernels = replace(kernels, fused_layer_loop=None)  # it computes whole layers
         config = config.for_length(resolved.max_model_len)
         offload = plan and LayerOffload(plan.layers, CudaCopies(resolved.device), resolved.device)
-        decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device, ranks, offload)
+        decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device, offload, ranks)
         decoder.adapters = Adapters(updates, kernels, resolved.device) if updates else None
         if isinstance(kernels.prepare_linear, ActQuantLinears) and kernels.prepare_linear.num_rounded == 0:
             raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
@@ -128,8 +128,8 @@ class LoadedModel:
         """Compile all kernels that steps may launch; see `compute_step_kinds`. Nothing is run."""
         if self.kernels.compile_ahead is None:
             return
-        runner, compile_ahead = self._small_runner(resolved), self.kernels.compile_ahead
-        offload, self.decoder.offload = self.decoder.offload, None  # no weights are read
+        runner, compile_ahead, offload = self._small_runner(resolved), self.kernels.compile_ahead, self.decoder.offload
+        self.decoder.offload = None  # no weights are read
         self.decoder.ranks.leader_first(  # the others find the kernels in its cache
             lambda: compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), log, num_threads)
         )

@@ -61,11 +61,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     """Fill in the open options of `config`. Raises ConfigError for options that the machine or model lacks."""
     _check_supported(config)
     device = find_device(config.device)
-    if device.type == "cuda" and device.index + config.tensor_parallel_size > (count := torch.cuda.device_count()):
-        raise ConfigError(
-            f"engine.tensor_parallel_size = {config.tensor_parallel_size}: from {device} on, torch sees only "
-            f"{count - device.index} of {count} GPUs"
-        )
     on_gpu = device.type == "cuda"
     dtype = _dtype(config.dtype, device, model)
     activation_dtype = _activation_dtype(config, model)
