@@ -104,9 +104,9 @@ class MemoryTable:
     def _lacking(self) -> list[str]:
         """Return one line for each reason why devices cannot run this."""
         names: dict[str, list[str]] = {}
-        for place in self.places:
-            if place.lacks:
-                names.setdefault(place.lacks, []).append(place.name)
+        for p in self.places:
+            if p.lacks:
+                names.setdefault(p.lacks, []).append(p.name)
         return [f"    {', '.join(lacking)} cannot run this: {reason}" for reason, lacking in names.items()]
 
     def _host_memory(self) -> list[str]:
