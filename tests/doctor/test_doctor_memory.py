@@ -12,6 +12,7 @@ from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Setup, diagnose, fit, memory_of, speed
 from pipeline.engine.startup.batch_limits import SMALL_GPU_LIMITS
+from pipeline.engine.startup.memory import OffloadPlan
 from pipeline.kernels.cpu.linear import linear_bf16
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
@@ -188,6 +189,9 @@ def test_speed_follows_the_cost_model_and_the_measured_shares_of_the_data_sheet(
     assert l40s_device.speed.output_tokens_per_s == pytest.approx(512 / step.total_s)
     small = replace(l40s, memory_bytes=3 * 2**30)
     assert speed.speed_on(small, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 0) is None
+    plan = OffloadPlan(layers=(0,), host_bytes=10**11, staging_bytes=0)
+    copying = speed.speed_on(l40s, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 512, plan)
+    assert copying.output_tokens_per_s == pytest.approx(MEASURED.host_copy * l40s.pcie_bytes_per_s / 10**11)
 
 
 def test_a_model_without_a_form_for_the_activations_is_a_config_error(tmp_path):

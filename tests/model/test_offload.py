@@ -151,5 +151,7 @@ def test_4_bit_weights(adapter: str) -> None:
         ([1, 1, 30, 30], 31, (1, 3)),
     ],
 )
-def test_layers_hold_the_bytes_and_are_evenly_spread(sizes: list[int], wanted: int, chosen: tuple[int, ...] | None) -> None:
+def test_layers_hold_the_bytes_and_are_evenly_spread(
+    sizes: list[int], wanted: int, chosen: tuple[int, ...] | None
+) -> None:
     assert spread_layers(sizes, wanted) == chosen
