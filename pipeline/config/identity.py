@@ -31,8 +31,6 @@ def numerics_of(job: JobKeys) -> dict[str, Any]:
     """Return the keys that may change tokens by rounding, as configured; the fingerprint resolves `device: auto`."""
     numerics = job.model_dump(mode="json", include=_marked(JobKeys, "numerics"))
     numerics["engine"]["device"] = job.engine.device.partition(":")[0]
-    if job.engine.tensor_parallel_size == 1:  # as in outputs from before this key existed
-        del numerics["engine"]["tensor_parallel_size"]
     return numerics
 
 

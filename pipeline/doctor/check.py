@@ -70,6 +70,10 @@ class Setup:
         return 1 if self.job is None else self.job.engine.tensor_parallel_size
 
     @property
+    def cpu_offload_gb(self) -> float:
+        return 0.0 if self.job is None else self.job.engine.cpu_offload_gb
+
+    @property
     def quantization(self) -> str:
         """Return the job's quantization of the model's linears on load."""
         return "none" if self.job is None else self.job.model.quantization

@@ -20,6 +20,8 @@ from pipeline.engine.startup.memory import (
     cache_before_dense,
     dense_weights_fit,
     free_cpu_bytes,
+    layer_bytes_on_gpu,
+    offload_plan,
     weight_bytes,
 )
 from pipeline.errors import ConfigError
@@ -47,7 +49,8 @@ class DeviceFit:
     kv_dtype, kv_bytes_per_token: of each device's share of the KV cache. sequences[i]: number of sequences of
     `MemoryTable.lengths[i]` tokens whose keys and values fit at once; 0 if the weights alone do not fit. speed: None if
     it is not known or no sequence fits. lacks: a feature that the job requires and the device lacks, so that a run
-    would fail; else empty.
+    would fail; else empty. host_bytes: of weights in host memory, which weight_bytes excludes. copy_s: seconds in which
+    PCIe copies them, the minimum of a step; None if the card is unknown.
     """
 
     name: str
@@ -62,6 +65,8 @@ class DeviceFit:
     num_cards: int = 1
     kv_bytes: int = 0
     step_bytes: int = 0
+    host_bytes: int = 0
+    copy_s: float | None = None
 
     @property
     def free_bytes(self) -> int:
@@ -107,9 +112,33 @@ class MemoryTable:
                 f"  by the cost model, for prompts and for the largest batch of {CONTEXT}-token sequences;",
                 f"  {source([p.name for p in self.places], any(p.num_cards > 1 for p in self.places))}:",
                 table(rows, head=head, sides="<>", width=width, indent=4),
-                *(f"    {p.name} cannot run this: {p.lacks}" for p in self.places if p.lacks),
+                *self._lacking(),
+                *self._host_memory(),
             ]
         )
+
+    def _lacking(self) -> list[str]:
+        """Return one line for each reason why devices cannot run this."""
+        names: dict[str, list[str]] = {}
+        for p in self.places:
+            if p.lacks:
+                names.setdefault(p.lacks, []).append(p.name)
+        return [f"    {', '.join(lacking)} cannot run this: {reason}" for reason, lacking in names.items()]
+
+    def _host_memory(self) -> list[str]:
+        """Return the lines about weights in host memory."""
+        offloading = [p for p in self.places if p.host_bytes and not p.lacks]
+        if not offloading:
+            return []
+        floors: dict[float, list[str]] = {}
+        for p in offloading:
+            if p.copy_s is not None:
+                floors.setdefault(p.copy_s, []).append(p.name)
+        return [
+            f"    {shown_bytes(offloading[0].host_bytes)} more of the weights in host memory (engine.cpu_offload_gb);",
+            "    a step takes at least the time that PCIe needs to copy them, by data sheet:",
+            *(f"      {seconds * 1e3:,.3g} ms on {', '.join(names)}" for seconds, names in floors.items()),
+        ]
 
 
 def memory_table(config: ModelConfig, setup: Setup) -> MemoryTable:
@@ -143,7 +172,8 @@ class _Fit:
         dtype = self._dtype(device)
         weights = weight_bytes(self.config, device, dtype, activation_dtype=self.setup.activation_dtype)
         kv = int((free - weights) * CPU_SHARE)
-        return self._fit_of("this machine (free)", free, device, dtype, weights, kv, self.config, 0)
+        fit = self._fit_of("this machine (free)", free, device, dtype, weights, kv, self.config, 0)
+        return replace(fit, lacks="engine.cpu_offload_gb needs a GPU") if self.setup.cpu_offload_gb else fit
 
     def on_card(self, card: Card) -> DeviceFit:
         """Return the fit on the job's number of cards; by default on the fewest on which a sequence fits."""
@@ -169,21 +199,30 @@ class _Fit:
         dtype = self._dtype(gpu)
         kv_dtype = kv_type(self.setup, dtype)
         share = int(memory * EngineConfig.gpu_memory_utilization)
-        packed = weight_bytes(config, gpu, dtype, keeps_dense=False, activation_dtype=activations)
+        offload, lacks = None, _lacking(activations, capability)
+        try:
+            offload = offload_plan(layer_bytes_on_gpu(config, dtype, activations), self.setup.cpu_offload_gb)
+        except ConfigError as error:
+            lacks = lacks or str(error)
+        freed = 0 if offload is None else offload.freed_bytes
+        packed = weight_bytes(config, gpu, dtype, keeps_dense=False, activation_dtype=activations) - freed
         limits = gpu_limits(memory, capability, packed)
         cached_tokens = cache_before_dense(limits.max_num_seqs, config.max_position)
-        keeps_dense = dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)
-        weights = weight_bytes(config, gpu, dtype, keeps_dense, activations)
+        keeps_dense = offload is None and dense_weights_fit(config, dtype, kv_dtype, share, cached_tokens)
+        weights = weight_bytes(config, gpu, dtype, keeps_dense, activations) - freed
         kv = share - STEP_BYTES - SLACK_BYTES - weights
         fit = self._fit_of(name, memory, gpu, dtype, weights, kv, config, STEP_BYTES + SLACK_BYTES)
         fit = replace(fit, num_cards=num_cards)
-        if lacks := undivided or _lacking(activations, capability):
+        if offload is not None:
+            copy_s = None if known is None else offload.host_bytes / known.pcie_bytes_per_s
+            fit = replace(fit, host_bytes=offload.host_bytes, copy_s=copy_s)
+        if lacks := undivided or lacks:
             return replace(fit, lacks=lacks)
         if known is None or dtype.itemsize != 2:  # the cost model covers 16 bit only
             return fit
         value_bytes = head_bytes(config.head_dim, kv_dtype) / config.head_dim
         room = max(0, kv) // fit.kv_bytes_per_token
-        speed = speed_on(known, self.config, limits, activations, value_bytes, keeps_dense, room, num_cards)
+        speed = speed_on(known, self.config, limits, activations, value_bytes, keeps_dense, room, num_cards, offload)
         return replace(fit, speed=speed)
 
     def _dtype(self, device: torch.device) -> torch.dtype:

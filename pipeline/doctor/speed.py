@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.engine.startup.batch_limits import BatchLimits
+from pipeline.engine.startup.memory import OffloadPlan
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
@@ -35,6 +36,7 @@ def speed_on(
     keeps_dense: bool,
     room: int,
     num_cards: int = 1,
+    offload: OffloadPlan | None = None,
 ) -> PredictedSpeed | None:
     """Return the predicted speed, or None if no sequence fits or the card lacks fp8.
 
@@ -48,6 +50,8 @@ def speed_on(
     of_card = crossover_of(card.compute_capability)
     max_fused = of_card.cached if keeps_dense else of_card.scratch
     weights = replace(weights, cached=keeps_dense, fused_tokens=max_fused)
+    if offload is not None:
+        weights = replace(weights, host_bytes=offload.host_bytes)
     size, ceilings = config.size, Ceilings.of_card(card, MEASURED, num_cards)
 
     def tokens_per_s(sequences: int, count: int) -> float:

@@ -274,8 +274,8 @@ class EngineConfig:
     `startup/batch_limits.py`.
     block_size: tokens of one KV block. kv_cache_memory_bytes: size of the KV cache; on CPU it defaults to what
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
-    cpu_offload_gb: GB (10^9 bytes) of the layers' weights to keep in host memory, rounded up to whole layers; each step
-    copies them to the GPU, see `pipeline/model/offload.py`. The draft model's weights stay on the GPU.
+    cpu_offload_gb: GB (10^9 bytes) of each GPU's weights of layers to keep in host memory, rounded up to whole layers;
+    each step copies them to the GPU, see `pipeline/model/offload.py`. The draft model's weights stay on the GPU.
     kv_cache_dtype: "auto", the compute dtype, or "fp8": 8 bits and a scale for each token and KV head, also in the
     draft model's cache (see kernels/cache.py).
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
 from pipeline.engine.startup.batch_limits import BatchLimits, gpu_limits
-from pipeline.engine.startup.memory import usable_kv_room, weight_layout
+from pipeline.engine.startup.memory import offload_plan, usable_kv_room, weight_layout
 from pipeline.errors import ConfigError
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
-from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, Weights
+from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, simulate_job
 from pipeline.roofline.shares import BOUND, MEASURED
 
@@ -48,12 +48,28 @@ class CardServing:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     tensor_parallel_size: int = 1
+    cpu_offload_gb: float = 0.0
 
     @classmethod
     def from_job(cls, job: JobConfig) -> "CardServing":
         engine = job.engine
-        limits = engine.max_num_seqs, engine.max_num_batched_tokens
-        return cls(engine.activation_dtype, engine.kv_cache_dtype, *limits, engine.tensor_parallel_size)
+        return cls(
+            activation_dtype=engine.activation_dtype,
+            kv_cache_dtype=engine.kv_cache_dtype,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            tensor_parallel_size=engine.tensor_parallel_size,
+            cpu_offload_gb=engine.cpu_offload_gb,
+        )
+
+    def offloaded(self, weights: Weights, size: DecoderSize) -> Weights:
+        """Return the weights with those in host memory. size: of a card's share. Raises ConfigError as
+        `offload_plan`."""
+        linears = replace(weights, cached=False).resident_bytes(size) - 2 * size.head_parameters * DENSE_BYTES
+        plan = offload_plan([int(linears / size.layers)] * size.layers, self.cpu_offload_gb)
+        if plan is None:
+            return weights
+        return replace(weights, host_bytes=plan.host_bytes, staging_bytes=plan.staging_bytes)
 
 
 def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
@@ -67,8 +83,9 @@ def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
 def limits_on(card: Card, config: ModelConfig, serving: CardServing, weights_name: str | None = None) -> BatchLimits:
     """Return the rows and tokens of a step: the job's, else the engine's defaults. weights_name: see `on_card`."""
     forms = kinds_of_weights(config)
-    weights = forms[weights_name or _default_form(forms, serving)]
-    packed = replace(weights, cached=False).resident_bytes(config.size.local(serving.tensor_parallel_size))
+    size = config.size.local(serving.tensor_parallel_size)
+    weights = serving.offloaded(forms[weights_name or _default_form(forms, serving)], size)
+    packed = replace(weights, cached=False).resident_bytes(size)
     default = gpu_limits(card.memory_bytes, card.compute_capability, int(packed))
     seqs, tokens = serving.max_num_seqs, serving.max_num_batched_tokens
     if seqs is None:
@@ -92,7 +109,11 @@ def on_card(
     forms = kinds_of_weights(config)
     name = weights_name or _default_form(forms, serving)
     weights, size = forms[name], config.size
-    limits = limits_on(card, config, serving, name)
+    try:
+        limits = limits_on(card, config, serving, name)
+        weights = serving.offloaded(weights, size.local(serving.tensor_parallel_size))
+    except ConfigError as error:
+        return OnCard(card.name, name, 0, 0, lacks=str(error))
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     value_bytes = size.fp8_value_bytes if serving.kv_cache_dtype == "fp8" else DENSE_BYTES
     num_cards = serving.tensor_parallel_size

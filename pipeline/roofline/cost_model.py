@@ -166,6 +166,7 @@ class Weights:
     of tokens. The cost of rounding activations is ignored, like other elementwise work.
 
     expert_bytes: bytes of one weight of an expert. Products of experts widen them in registers at any number of tokens.
+    host_bytes: weights in host memory, which each step copies to the card, into buffers of `staging_bytes`.
     """
 
     int4: bool
@@ -174,6 +175,8 @@ class Weights:
     fused_tokens: int | None = None
     fp8: bool = False
     expert_bytes: float = DENSE_BYTES
+    host_bytes: float = 0.0
+    staging_bytes: float = 0.0
 
     @property
     def packed_bytes(self) -> float:
@@ -191,7 +194,8 @@ class Weights:
         """Return the bytes of the linears, the embedding and the head on the card (tied ones counted twice)."""
         cached_bytes = DENSE_BYTES if self.int4 and self.cached and not self.fp8 else 0.0
         linears = (size.linear_parameters - size.expert_parameters) * (self.read_bytes + cached_bytes)
-        return linears + size.expert_parameters * self.expert_bytes + 2 * size.head_parameters * DENSE_BYTES
+        offloaded = self.host_bytes - self.staging_bytes
+        return linears + size.expert_parameters * self.expert_bytes + 2 * size.head_parameters * DENSE_BYTES - offloaded
 
     def step_bytes(self, size: DecoderSize, num_tokens: float) -> float:
         """Return the minimum bytes of the linears and the head that a step of `num_tokens` reads."""
@@ -209,8 +213,9 @@ class Reached:
 
     bandwidth: for reading weights and for dequantizing. kv, int4_read: share of the bandwidth for keys and values, and
     for weights in the fused int4 product. gemm, int4, attention: share of the matrix rate for 16-bit products, fused
-    int4 products, and attention. fp8: share of the fp8 rate for products of fp8 activations. step_s, layer_s: time per
-    step and per layer in which the card waits for the host or for kernels to start.
+    int4 products, and attention. fp8: share of the fp8 rate for products of fp8 activations. host_copy: share of the
+    PCIe rate for copies of weights from host memory. step_s, layer_s: time per step and per layer in which the card
+    waits for the host or for kernels to start.
     """
 
     bandwidth: float = 1.0
@@ -224,6 +229,7 @@ class Reached:
     layer_s: float = 0.0
     nvlink: float = 1.0
     pcie: float = 1.0
+    host_copy: float = 1.0
     exchange_s: float = 0.0
     nvlink_hop_s: float = 0.0
     pcie_hop_s: float = 0.0
@@ -300,7 +306,8 @@ def seen_keys(num_tokens: np.ndarray, window: int | None = None) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Parts of a step's time. attention_s is its products, kv_s reading its keys and values; the two overlap."""
+    """Parts of a step's time. attention_s is its products, kv_s reading its keys and values; the two overlap. copy_s is
+    copies of weights from host memory, which overlap with all other parts."""
 
     linears_s: float = 0.0
     attention_s: float = 0.0
@@ -308,10 +315,12 @@ class StepSeconds:
     head_s: float = 0.0
     launch_s: float = 0.0
     exchange_s: float = 0.0
+    copy_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.linears_s + max(self.attention_s, self.kv_s) + self.head_s + self.launch_s + self.exchange_s
+        computed_s = self.linears_s + max(self.attention_s, self.kv_s) + self.head_s + self.launch_s + self.exchange_s
+        return max(computed_s, self.copy_s)
 
     def __add__(self, other: "StepSeconds") -> "StepSeconds":
         return StepSeconds(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
@@ -383,4 +392,5 @@ def step_seconds(
         head_s=head_s,
         launch_s=reached.step_s + size.layers * reached.layer_s,
         exchange_s=exchange_s,
+        copy_s=weights.host_bytes / (card.pcie_bytes_per_s * reached.host_copy) if weights.host_bytes else 0.0,
     )

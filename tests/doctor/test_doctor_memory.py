@@ -14,6 +14,7 @@ from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Setup, diagnose, fit, job_checks, machine_checks, memory_of, speed
 from pipeline.engine.startup.batch_limits import SMALL_GPU_LIMITS
+from pipeline.engine.startup.memory import OffloadPlan
 from pipeline.kernels.cpu.linear import linear_bf16
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
@@ -229,13 +230,37 @@ def test_fp8_of_a_job_is_counted_and_cards_without_it_are_listed(tmp_path):
     assert {device.name for device in table.places if device.lacks} == {"A100 80GB SXM", "A100 40GB SXM"}
     text = table.to_text()
     assert "kernels as measured on one H200 (2026-11-26); on other cards assumed" in text
-    assert "A100 80GB SXM cannot run this: engine.activation_dtype: fp8 needs compute capability 8.9" in text
+    assert (
+        "A100 80GB SXM, A100 40GB SXM cannot run this: engine.activation_dtype: fp8 needs compute capability 8.9"
+        in text
+    )
     row = next(line for line in text.splitlines() if line.strip().startswith("A100 40GB"))
     assert row.split()[-2:] == ["-", "-"]
     only_cache = memory_of(of_job(tmp_path, model="demo:target-awq", kv_cache_dtype="fp8"))
     assert not any(device.lacks for device in only_cache.places), "a cache in fp8 needs no units for it"
     processors = memory_of(of_job(tmp_path, model="demo:target-awq", activation_dtype="int8"))
     assert [device.lacks != "" for device in processors.places] == [False, *[True] * len(load_cards())]
+
+
+def test_weights_in_host_memory_are_not_on_the_card(tmp_path):
+    plain = memory_of(Setup(model="demo:target"))
+    table = memory_of(of_job(tmp_path, cpu_offload_gb=0.003))
+    layer = 2 * NUM_LINEAR // 4
+    for offloading, resident in zip(table.places[1:], plain.places[1:], strict=True):
+        assert offloading.host_bytes == 3 * layer
+        assert offloading.weight_bytes == resident.weight_bytes - (3 - 2) * layer
+        assert offloading.sequences[-1] >= resident.sequences[-1]
+        assert offloading.speed.output_tokens_per_s <= resident.speed.output_tokens_per_s
+    h200 = table.places[1]
+    assert h200.copy_s == 3 * layer / 64e9
+    text = table.to_text()
+    assert "3.5 MB more of the weights in host memory (engine.cpu_offload_gb)" in text
+    assert "0.0553 ms on H200, H100 80GB SXM\n" in text
+    assert table.places[0].lacks == "engine.cpu_offload_gb needs a GPU"
+    reason = "engine.cpu_offload_gb = 3.0: expected 0, or more than 2.4 MB"
+    too_much = memory_of(of_job(tmp_path, cpu_offload_gb=3))
+    assert all(device.lacks.startswith(reason) for device in too_much.places[1:])
+    assert too_much.to_text().count(reason) == 1
 
 
 def test_speed_follows_the_cost_model_and_the_measured_shares_of_the_data_sheet(tmp_path):
@@ -248,6 +273,9 @@ def test_speed_follows_the_cost_model_and_the_measured_shares_of_the_data_sheet(
     assert l40s_device.speed.output_tokens_per_s == pytest.approx(512 / step.total_s)
     small = replace(l40s, memory_bytes=3 * 2**30)
     assert speed.speed_on(small, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 0) is None
+    plan = OffloadPlan(layers=(0,), host_bytes=10**11, staging_bytes=0)
+    copying = speed.speed_on(l40s, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 512, offload=plan)
+    assert copying.output_tokens_per_s == pytest.approx(MEASURED.host_copy * l40s.pcie_bytes_per_s / 10**11)
 
 
 def test_a_model_without_a_form_for_the_activations_is_a_config_error(tmp_path):

@@ -41,6 +41,24 @@ def test_missing_memory_and_missing_features_are_reported(job):
     assert list(kinds_of_weights(EIGHT_B)) == ["16 bit", "AWQ int4", "fp8"]
 
 
+def test_weights_in_host_memory_make_room_and_bound_a_step(job):
+    card, larger = CARDS["L4"], replace(EIGHT_B, layers=DEMO.layers[:1] * 52)  # 22.6 GB in the layers
+    assert on_card(card, larger, job, REQUESTS).lacks == "the weights and one request do not fit its memory"
+    found = on_card(card, larger, replace(job, cpu_offload_gb=9.0), REQUESTS)
+    assert (found.lacks, found.kv_tokens > 0) == ("", True)
+    assert found.best.wall_s > found.best.num_steps * 9e9 / card.pcie_bytes_per_s
+    assert found.best.parts.copy_s < found.expected.parts.copy_s
+    packed = on_card(card, EIGHT_B, job, REQUESTS, "AWQ int4")
+    offloaded = on_card(card, EIGHT_B, replace(job, cpu_offload_gb=2.0), REQUESTS, "AWQ int4")
+    assert offloaded.kv_tokens > packed.kv_tokens
+    # On a larger card, weights on the card get 16-bit copies, which save time in steps with many tokens.
+    card = CARDS["H100 80GB SXM"]
+    packed = on_card(card, EIGHT_B, job, REQUESTS, "AWQ int4")
+    offloaded = on_card(card, EIGHT_B, replace(job, cpu_offload_gb=2.0), REQUESTS, "AWQ int4")
+    assert offloaded.best.parts.linears_s > packed.best.parts.linears_s
+    assert "engine.cpu_offload_gb = 30" in on_card(card, EIGHT_B, replace(job, cpu_offload_gb=30), REQUESTS).lacks
+
+
 def test_advice_follows_the_cost_model_and_is_only_what_pays(job):
     card = CARDS["L4"]
     now = on_card(card, EIGHT_B, job, REQUESTS)

@@ -28,8 +28,8 @@ def doctor(job: str | None, model: str | None, source: str | None, output: str |
       pipeline doctor --model models/Qwen3-4B --output s3://bucket/results
 
     For a model it also shows the memory it needs, how many sequences fit next to it and the highest possible speed,
-    here and on the cards of pipeline/roofline/hardware.yaml, under the job's model.quantization, engine.kv_cache_dtype
-    and engine.activation_dtype.
+    here and on the cards of pipeline/roofline/hardware.yaml, under the job's model.quantization, engine.kv_cache_dtype,
+    engine.activation_dtype and engine.cpu_offload_gb.
 
     Checks versions, devices, memory, disks and kernels, the model's files, and that stores are reachable and never
     replace a file. Loads no weights and downloads nothing. --model, --input and --output override the job file. Exits

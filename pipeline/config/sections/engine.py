@@ -66,8 +66,8 @@ class EngineSection(ConfigSection):
         default=0.0,
         ge=0,
         allow_inf_nan=False,
-        description="GB of the layers' weights to keep in host memory, rounded up to whole layers. Each step copies "
-        "them to the GPU while other layers compute.",
+        description="GB of each GPU's weights of layers to keep in host memory, rounded up to whole layers. Each step "
+        "copies them to the GPU while other layers compute.",
         examples=[8],
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(

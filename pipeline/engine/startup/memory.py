@@ -1,6 +1,7 @@
 """Available memory and the budget of the KV cache."""
 
 import ctypes
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,14 +93,11 @@ class OffloadPlan:
         return self.host_bytes - self.staging_bytes
 
 
-def offload_plan(
-    config: ModelConfig, dtype: torch.dtype, activation_dtype: str, cpu_offload_gb: float
-) -> OffloadPlan | None:
+def offload_plan(layer_bytes: Sequence[int], cpu_offload_gb: float) -> OffloadPlan | None:
     """Return the layers that `engine.cpu_offload_gb` offloads from a GPU; None if it is 0. Raises ConfigError if the
     layers hold less, or the staging buffers take as much as it frees."""
     if cpu_offload_gb == 0:
         return None
-    layer_bytes = layer_bytes_on_gpu(config, dtype, activation_dtype)
     layers = spread_layers(layer_bytes, int(cpu_offload_gb * 1e9))
     staging_bytes = STAGING_BUFFERS * max(layer_bytes)
     if layers is None or len(layers) <= STAGING_BUFFERS:
@@ -213,10 +211,13 @@ def weight_layout(
     the maximum tokens of a step for the fused product. Other weights are returned unchanged."""
     if weights.fp8 or not weights.int4:
         return weights
+    scratch = replace(weights, cached=False, fused_tokens=borders.scratch)
+    if weights.host_bytes:
+        return scratch
     cached = replace(weights, cached=True, fused_tokens=borders.cached)
     if usable_kv_room(size, cached, card, kv_value_bytes) >= cache_before_dense(max_num_seqs, EXPECTED_TOKENS):
         return cached
-    return replace(weights, cached=False, fused_tokens=borders.scratch)
+    return scratch
 
 
 def usable_kv_room(size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float) -> int:

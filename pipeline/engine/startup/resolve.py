@@ -7,7 +7,13 @@ import torch
 from pipeline.engine.drafts.spec_decoder import MAX_CHECKED_TOKENS
 from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits
-from pipeline.engine.startup.memory import OffloadPlan, free_cpu_bytes, offload_plan, weight_bytes
+from pipeline.engine.startup.memory import (
+    OffloadPlan,
+    free_cpu_bytes,
+    layer_bytes_on_gpu,
+    offload_plan,
+    weight_bytes,
+)
 from pipeline.errors import ConfigError
 from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.act_quant import ACT_QUANT_SCHEMES
@@ -97,11 +103,14 @@ def _offload(config: EngineConfig, model: ModelConfig, device: torch.device, dty
     gb = config.cpu_offload_gb
     if gb and device.type == "cpu":
         raise ConfigError(f"engine.cpu_offload_gb = {gb}: needs a GPU, and the engine runs on a CPU; remove the key")
-    plan = offload_plan(model, dtype, config.activation_dtype, gb)
-    if plan is not None and (free := free_cpu_bytes()) < plan.host_bytes:
+    plan = offload_plan(layer_bytes_on_gpu(model, dtype, config.activation_dtype), gb)
+    if plan is None:
+        return None
+    host_bytes, free = config.tensor_parallel_size * plan.host_bytes, free_cpu_bytes()
+    if host_bytes > free:
         raise ConfigError(
-            f"engine.cpu_offload_gb = {gb}: {shown_bytes(plan.host_bytes)} of weights do not fit the host's memory, of "
-            f"which {shown_bytes(free)} are free; lower the key"
+            f"engine.cpu_offload_gb = {gb}: {shown_bytes(host_bytes)} of weights do not fit the host's free memory of "
+            f"{shown_bytes(free)}; lower the key"
         )
     return plan
 

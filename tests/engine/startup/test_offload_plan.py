@@ -21,11 +21,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(total_memory=80 << 30, major=9, minor=0)
     monkeypatch.setattr(resolving, "find_device", lambda name: GPU)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
 
-def resolve(name: str, gb: float) -> tuple[ModelConfig, resolving.Resolved]:
+def resolve(name: str, gb: float, **options: int) -> tuple[ModelConfig, resolving.Resolved]:
     model = read_config(FOLDERS[name])
-    return model, resolving.resolve(EngineConfig(str(FOLDERS[name]), cpu_offload_gb=gb), model)
+    return model, resolving.resolve(EngineConfig(str(FOLDERS[name]), cpu_offload_gb=gb, **options), model)
 
 
 @pytest.mark.parametrize(("name", "gb", "layers"), [("target", 0.003, (0, 1, 3)), ("target-awq", 1e-3, (0, 1, 2, 3))])
@@ -52,9 +53,10 @@ def test_layers_must_hold_it_and_staging_must_take_less(gb: float) -> None:
 
 
 def test_host_memory_must_hold_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolving, "free_cpu_bytes", lambda: 1_000_000)
-    with pytest.raises(ConfigError, match=r"engine.cpu_offload_gb = 0.003: 3.5 MB of weights .* 1.0 MB are free"):
-        resolve("target", 0.003)
+    monkeypatch.setattr(resolving, "free_cpu_bytes", lambda: 4_000_000)
+    resolve("target", 0.003)
+    with pytest.raises(ConfigError, match=r"engine.cpu_offload_gb = 0.003: 7.1 MB of weights .* free memory of 4.0 MB"):
+        resolve("target", 0.003, tensor_parallel_size=2)
 
 
 def test_larger_steps_if_the_rest_of_the_weights_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
