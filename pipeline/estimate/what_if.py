@@ -79,8 +79,8 @@ def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) ->
         start_us = scaled.start_us if scaled.start_us is not None else start_us
         price = prices.price_of(scaled.card.name)
         if "price" not in changes and "hardware" in changes:
-            known = price is not None and price.on_demand_usd is not None
-            hourly_usd = price.on_demand_usd * _num_cards(run.resolved) if known else None
+            card_usd = price.on_demand_usd if price is not None else None
+            hourly_usd = None if card_usd is None else card_usd * _num_cards(run.resolved)
             basis.append(f"priced as of {price.listed}, {price.source}" if price else "no price is known")
     units = max(1, sum(each.units_written for each in report.runs))
     share = units / actors
