@@ -123,17 +123,17 @@ def test_a_70b_model_is_divided_over_the_cards_that_it_needs(tmp_path, is_awq, c
     by_name = {place.name: place for place in table.places}
     assert {name: by_name[name].num_cards for name in cards} == cards
     linears, table_weights = 80 * (8192 * 10_240 + 8192 * 8192 + 3 * 8192 * 28_672), 2 * 8192 * 128_256
-    for place in table.places[1:]:
-        n = place.num_cards
+    for device in table.places[1:]:
+        n = device.num_cards
         packed = int(linears * (0.5 + 4 / 128)) if is_awq else 2 * linears
-        assert place.weight_bytes == (packed + 2 * table_weights) // n
-        assert place.kv_bytes_per_token == 2 * 80 * 8 * 128 * 2 // n
-        parts = place.weight_bytes + place.kv_bytes + place.step_bytes + place.free_bytes
-        assert parts == place.memory_bytes
-        assert place.step_bytes == (2 << 30) + (512 << 20)
-        assert place.free_bytes == pytest.approx(0.1 * place.memory_bytes, abs=2)
-        assert place.sequences[0] == place.kv_bytes // (64 * place.kv_bytes_per_token) // 8 > 0
-        assert place.speed.output_tokens_per_s > 0
+        assert device.weight_bytes == (packed + 2 * table_weights) // n
+        assert device.kv_bytes_per_token == 2 * 80 * 8 * 128 * 2 // n
+        parts = device.weight_bytes + device.kv_bytes + device.step_bytes + device.free_bytes
+        assert parts == device.memory_bytes
+        assert device.step_bytes == (2 << 30) + (512 << 20)
+        assert device.free_bytes == pytest.approx(0.1 * device.memory_bytes, abs=2)
+        assert device.sequences[0] == device.kv_bytes // (64 * device.kv_bytes_per_token) // 8 > 0
+        assert device.speed.output_tokens_per_s > 0
     here = table.places[0]
     assert here.weight_bytes + here.kv_bytes + here.free_bytes == here.memory_bytes
     row = next(line.split() for line in table.to_text().splitlines() if line.split()[:1] == ["L4"])
