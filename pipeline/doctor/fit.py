@@ -86,7 +86,7 @@ class MemoryTable:
     places: tuple[DeviceFit, ...]
 
     def to_json(self) -> dict[str, Any]:
-        places = [asdict(place) | {"free_bytes": place.free_bytes} for place in self.places]
+        places = [asdict(each) | {"free_bytes": each.free_bytes} for each in self.places]
         return asdict(self) | {"places": places}
 
     def to_text(self, width: int | None = None) -> str:

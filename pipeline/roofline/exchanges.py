@@ -22,7 +22,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class StepExchange:
     """`count` equal exchanges of a step. num_bytes: of one result, a sum or the gathered logits."""
 
     kind: Literal["all-reduce", "gather"]
@@ -32,14 +32,14 @@ class Exchange:
 
 def step_exchanges(
     layers: int, hidden: int, vocab: int, num_cards: int, num_tokens: int, num_rows: int, value_bytes: int = 2
-) -> list[Exchange]:
+) -> list[StepExchange]:
     """Return the exchanges of a step of this engine. num_rows: tokens that need logits; the last layer computes its
     output projection and its feed-forward for these only. vocab: of the whole model, filled up to equal shares."""
     token_bytes = hidden * value_bytes
     found = [
-        Exchange("all-reduce", 2 * layers - 1, num_tokens * token_bytes),
-        Exchange("all-reduce", 2, num_rows * token_bytes),
-        Exchange("gather", 1, num_rows * -(-vocab // num_cards) * num_cards * value_bytes),
+        StepExchange("all-reduce", 2 * layers - 1, num_tokens * token_bytes),
+        StepExchange("all-reduce", 2, num_rows * token_bytes),
+        StepExchange("gather", 1, num_rows * -(-vocab // num_cards) * num_cards * value_bytes),
     ]
     return [exchange for exchange in found if exchange.num_bytes]
 
@@ -64,7 +64,7 @@ def gather_seconds(num_bytes: float, num_cards: int, link: Link) -> float:
     return link.start_s + link.hop_s + (num_cards - 1) / num_cards * num_bytes / link.bytes_per_s
 
 
-def exchange_seconds(exchanges: list[Exchange], num_cards: int, link: Link) -> float:
+def exchange_seconds(exchanges: list[StepExchange], num_cards: int, link: Link) -> float:
     """Return the seconds of a step's exchanges, one after the other, each all-reduce by the faster method. The engine
     has a border between the two that does not depend on the link (`kernels/ranks.py`)."""
     return sum(

@@ -121,20 +121,20 @@ def write_70b(folder, is_awq):
 )  # fmt: skip
 def test_a_70b_model_is_divided_over_the_cards_that_it_needs(tmp_path, is_awq, cards):
     table = memory_of(Setup(model=write_70b(tmp_path / "70b", is_awq)))
-    by_name = {place.name: place for place in table.places}
+    by_name = {each.name: each for each in table.places}
     assert {name: by_name[name].num_cards for name in cards} == cards
     linears, table_weights = 80 * (8192 * 10_240 + 8192 * 8192 + 3 * 8192 * 28_672), 2 * 8192 * 128_256
-    for place in table.places[1:]:
-        n = place.num_cards
+    for device in table.places[1:]:
+        n = device.num_cards
         packed = int(linears * (0.5 + 4 / 128)) if is_awq else 2 * linears
-        assert place.weight_bytes == (packed + 2 * table_weights) // n
-        assert place.kv_bytes_per_token == 2 * 80 * 8 * 128 * 2 // n
-        parts = place.weight_bytes + place.kv_bytes + place.step_bytes + place.free_bytes
-        assert parts == place.memory_bytes
-        assert place.step_bytes == (2 << 30) + (512 << 20)
-        assert place.free_bytes == pytest.approx(0.1 * place.memory_bytes, abs=2)
-        assert place.sequences[0] == place.kv_bytes // (64 * place.kv_bytes_per_token) // 8 > 0
-        assert place.speed.output_tokens_per_s > 0
+        assert device.weight_bytes == (packed + 2 * table_weights) // n
+        assert device.kv_bytes_per_token == 2 * 80 * 8 * 128 * 2 // n
+        parts = device.weight_bytes + device.kv_bytes + device.step_bytes + device.free_bytes
+        assert parts == device.memory_bytes
+        assert device.step_bytes == (2 << 30) + (512 << 20)
+        assert device.free_bytes == pytest.approx(0.1 * device.memory_bytes, abs=2)
+        assert device.sequences[0] == device.kv_bytes // (64 * device.kv_bytes_per_token) // 8 > 0
+        assert device.speed.output_tokens_per_s > 0
     here = table.places[0]
     assert here.weight_bytes + here.kv_bytes + here.free_bytes == here.memory_bytes
     row = next(line.split() for line in table.to_text().splitlines() if line.split()[:1] == ["L4"])
@@ -146,16 +146,16 @@ def test_a_70b_model_is_divided_over_the_cards_that_it_needs(tmp_path, is_awq, c
 def test_a_job_decides_the_number_of_cards(tmp_path):
     folder = write_70b(tmp_path / "70b", is_awq=False)
     eight = memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=8)).places
-    assert {place.num_cards for place in eight[1:]} == {8}
+    assert {each.num_cards for each in eight[1:]} == {8}
     fewest = memory_of(of_job(tmp_path, model=folder)).places
     assert eight[1].speed.output_tokens_per_s > fewest[1].speed.output_tokens_per_s
     flops = 2 * (70_552_387_584 - 2 * 8192 * 128_256)  # of a token's linears
     assert eight[1].speed.prompt_tokens_per_s * flops > load_cards()[0].bf16_flops, "more than one card can compute"
-    two = {place.name: place for place in memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=2)).places}
+    two = {each.name: each for each in memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=2)).places}
     assert (two["L4"].num_cards, set(two["L4"].sequences), two["L4"].speed) == (2, {0}, None)
     assert two["L4"].free_bytes < 0
     three = memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=3)).places
-    assert all("64 query heads are not divisible" in place.lacks for place in three[1:])
+    assert all("64 query heads are not divisible" in each.lacks for each in three[1:])
 
 
 def test_the_gpus_of_a_machine_must_suffice_for_an_engine(tmp_path, monkeypatch):

@@ -14,8 +14,8 @@ from pipeline.model.sharding import exchanges_of_step
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import AWQ, DENSE, Ceilings, ExpertSize, StepLoad, step_seconds
 from pipeline.roofline.exchanges import (
-    Exchange,
     Link,
+    StepExchange,
     all_reduce_seconds,
     exchange_seconds,
     gather_seconds,
@@ -30,9 +30,9 @@ DECODING = StepLoad(np.ones(64, dtype=np.int64), np.full(64, 500), 64)
 
 def test_a_step_of_a_70b_model_exchanges_this() -> None:
     assert step_exchanges(80, 8192, 128_256, num_cards=4, num_tokens=512, num_rows=3) == [
-        Exchange("all-reduce", 159, 512 * 8192 * 2),
-        Exchange("all-reduce", 2, 3 * 8192 * 2),
-        Exchange("gather", 1, 3 * 128_256 * 2),
+        StepExchange("all-reduce", 159, 512 * 8192 * 2),
+        StepExchange("all-reduce", 2, 3 * 8192 * 2),
+        StepExchange("gather", 1, 3 * 128_256 * 2),
     ]
     (only,) = step_exchanges(80, 8192, 128_256, num_cards=4, num_tokens=512, num_rows=0)  # within a prompt
     assert only.count == 159
@@ -62,9 +62,9 @@ def test_an_all_reduce_takes_its_bytes_and_its_hops() -> None:
     assert small["one_shot"] < small["ring"]
     assert two["one_shot"] == two["ring"]
     assert gather_seconds(4e6, 4, link) == pytest.approx(5e-6 + 1e-6 + 3e6 / 100e9)
-    parts = [Exchange("all-reduce", 3, 4_000_000), Exchange("gather", 1, 4_000_000)]
+    parts = [StepExchange("all-reduce", 3, 4_000_000), StepExchange("gather", 1, 4_000_000)]
     assert exchange_seconds(parts, 4, link) == pytest.approx(3 * found["ring"] + gather_seconds(4e6, 4, link))
-    assert exchange_seconds([Exchange("all-reduce", 3, 1000)], 8, link) == pytest.approx(3 * small["one_shot"])
+    assert exchange_seconds([StepExchange("all-reduce", 3, 1000)], 8, link) == pytest.approx(3 * small["one_shot"])
 
 
 @given(num_bytes=st.floats(1, 1e9), num_cards=st.sampled_from([2, 4, 8]))
