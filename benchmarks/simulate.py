@@ -196,8 +196,8 @@ class SimulatedEngine:
         }
 
 
-# Outputs are skewed, and max_tokens is far above most lengths. A job of several sets has the same number of rows of each,
-# one set after the other: the lengths of the first are a wrong forecast for the second.
+# Outputs are skewed, and max_tokens is far above most lengths. A job of several sets has the same number of rows of
+# each, one set after the other: the lengths of the first are a wrong forecast for the second.
 JOBS = {
     "summaries": [RequestSet("summaries", 1, Lengths(64, 6000, median=1000), Lengths(8, 1024, median=150))],
     "generation": [RequestSet("generation", 1, Lengths(32, 128), Lengths(16, 2048, median=250))],
