@@ -34,7 +34,7 @@ from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.sequence import SlotTable
-from pipeline.engine.schedule.step_plan import StepPlan
+from pipeline.engine.schedule.step_plan import StepPlan, StepTokens
 from pipeline.engine.startup.memory import weight_layout
 from pipeline.engine.startup.mixed_tokens import LAUNCH_S, host_bound_tokens
 from pipeline.engine.stats import EngineStats
@@ -138,6 +138,7 @@ class SimulatedEngine:
         self.rows: dict[int, SimulatedRow] = {}  # unfinished rows by order
         self.num_added = self.num_mixed = 0
         self.waited_s = self._before_s = 0.0  # device waiting for the host; device time of the previous step
+        self.repeated_s = 0.0  # share of the steps' times, by tokens, for those computed before a preemption
 
     def add(self, row: SimulatedRow) -> int:
         """Queue a row and return its order."""
@@ -157,6 +158,8 @@ class SimulatedEngine:
         self.waited_s += seconds - self._before_s
         num_shared = max(int(self.table.num_blocks[slot_S].sum()) - self.pool.num_held, 0)
         self._before_s = self.machine.device_s(plan, num_shared * BLOCK_SIZE)
+        tokens = StepTokens.from_plan(plan, self.table.num_prompt[slot_S], self.table.recompute_until[slot_S])
+        self.repeated_s += self._before_s * tokens.repeated / plan.num_tokens
         self.scheduler.commit(plan)
         if self.scheduler.pacing is not None:
             self.scheduler.pacing.observe(round(seconds * 1e6), is_mixed)
@@ -189,25 +192,35 @@ class SimulatedEngine:
             "kv_used": self.stats.kv_used_ppm_sum / steps / 1e6,
             "preemptions": self.stats.num_preemptions,
             "repeated_tokens": self.stats.recomputed_tokens,
+            "repeated_share": self.repeated_s / seconds,
         }
 
 
-# Outputs are skewed, and max_tokens is far above most lengths.
+# Outputs are skewed, and max_tokens is far above most lengths. A job of several sets has the same number of rows of
+# each, one set after the other: the lengths of the first are a wrong forecast for the second.
 JOBS = {
-    "summaries": RequestSet("summaries", 1, Lengths(64, 6000, median=1000), Lengths(8, 1024, median=150)),
-    "generation": RequestSet("generation", 1, Lengths(32, 128), Lengths(16, 2048, median=250)),
-    "reasoning": RequestSet("reasoning", 1, Lengths(64, 512), Lengths(32, 4096, median=600)),
+    "summaries": [RequestSet("summaries", 1, Lengths(64, 6000, median=1000), Lengths(8, 1024, median=150))],
+    "generation": [RequestSet("generation", 1, Lengths(32, 128), Lengths(16, 2048, median=250))],
+    "reasoning": [RequestSet("reasoning", 1, Lengths(64, 512), Lengths(32, 4096, median=600))],
+    "shifting": [
+        RequestSet("short", 1, Lengths(64, 512), Lengths(16, 100, median=40)),
+        RequestSet("long", 1, Lengths(64, 512), Lengths(400, 4096, median=1200)),
+    ],
 }
 
 
 def job_units(job: str, count: int) -> list[list[SimulatedRow]]:
     """Return the rows of a job in units, cut and ordered as in a job. Every call returns the same."""
-    work = replace(JOBS[job], count=count)
-    requests, max_tokens = work.round("1", VOCAB), work.output.high
-    texts = [np.array(request.prompt_token_ids, dtype=np.int32) for request in requests]
-    assert texts[0].itemsize == BYTES_PER_TOKEN
-    units = cut_units([text.tobytes() for text in texts], np.full(count, max_tokens), UNIT_TOKENS, UNIT_ROWS)
-    return [[SimulatedRow(texts[row], requests[row].max_tokens, max_tokens) for row in unit.tolist()] for unit in units]
+    sets, units = JOBS[job], list[list[SimulatedRow]]()
+    max_tokens = max(each.output.high for each in sets)
+    for each in sets:
+        requests = replace(each, count=count // len(sets)).round("1", VOCAB)
+        texts = [np.array(request.prompt_token_ids, dtype=np.int32) for request in requests]
+        assert texts[0].itemsize == BYTES_PER_TOKEN
+        limits = np.full(len(texts), max_tokens)
+        for unit in cut_units([text.tobytes() for text in texts], limits, UNIT_TOKENS, UNIT_ROWS):
+            units.append([SimulatedRow(texts[row], requests[row].max_tokens, max_tokens) for row in unit.tolist()])
+    return units
 
 
 class FreeBlocks(Admission):
