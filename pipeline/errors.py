@@ -12,6 +12,7 @@ The failure of a system is an exception of this tree. `cli/console.py` prints it
     │   └── OutputError          the output folder cannot be used
     ├── TooManyRowErrors      1  run.max_error_rate was exceeded
     ├── EnvironmentFailed     3  disk, store, actors; the job can be resumed
+    │   └── RankLost             another process of tensor parallelism ended
     └── Interrupted          75  stopped by a signal; the job can be resumed
         └── LimitReached         by cost.budget_usd or run.max_runtime
 """
@@ -67,6 +68,10 @@ class TooManyRowErrors(PipelineError):
 
 class EnvironmentFailed(PipelineError):
     exit_code = 3
+
+
+class RankLost(EnvironmentFailed):
+    pass
 
 
 class Interrupted(PipelineError):

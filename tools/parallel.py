@@ -1,10 +1,10 @@
 """Predict a model over several cards: tensor parallel, pipeline parallel and replicas. Needs no card; nothing was run.
 
-python -m tools.parallel            # print the tables, and write them into docs/parallel.md
+python -m tools.parallel            # print the tables and write them into docs/parallel.md; takes two minutes
 python -m tools.parallel --check    # exit with 1 if the page is stale
 
-Times come from the cost model at the shares of `roofline/shares.py`. A machine has 8 cards and a job 512 requests for
-each card, whose lengths vary evenly from half to one and a half times the mean. Engines of all sizes share them equally.
+Times come from the cost model at the shares of `roofline/shares.py`. A machine has 8 cards and a job 256 requests for
+each card, whose lengths vary evenly from half to one and a half times the mean. Engines share them equally.
 
 Tensor parallel: `step_seconds` of a group. Pipeline parallel: each of n cards is a stage with an n-th of the layers.
 The requests that run are divided into n micro-batches, each with an n-th of the KV cache. A micro-batch passes through
@@ -13,17 +13,20 @@ micro-batches differ and at the end, when some have no requests left. Sending to
 """
 
 import heapq
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
 
 import numpy as np
 
 from pipeline.bench.roofline import model_size
 from pipeline.engine.startup.batch_limits import gpu_limits
 from pipeline.engine.startup.memory import usable_kv_room, weight_layout
-from pipeline.errors import ConfigError
 from pipeline.estimate.prices import load_prices
+from pipeline.formatting import counted
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import Card, find_card
 from pipeline.roofline.cost_model import (
@@ -43,10 +46,13 @@ from tools.generated import ROOT, check_or_write
 
 PAGE = ROOT / "docs" / "parallel.md"
 MODELS = {"llama-70b-awq": "AWQ int4", "llama-70b": "bfloat16"}
+KINDS = ("tensor", "pipeline")
 CARDS = ("H100 80GB SXM", "A100 80GB SXM", "L40S", "L4")
 SIZES = (1, 2, 4, 8)  # cards of an engine
 SETS = {"2,048 in, 64 out": (2048, 64), "128 in, 1,024 out": (128, 1024)}
-REQUESTS = 512  # for each card
+REQUESTS = 256  # for each card
+STEP_TOKENS = (1024, 8192)  # limits of a step to choose from; long prompts of one micro-batch keep the others waiting
+MIN_AT_ONCE = 8  # requests of a micro-batch; with fewer, the KV cache counts as too small
 BLOCK_SIZE = 64
 SEED = 7
 VLLM_PADDING = 64  # of the vocabulary, `DEFAULT_VOCAB_PADDING_SIZE`
@@ -84,21 +90,16 @@ def stage_of(size: DecoderSize, num_stages: int) -> DecoderSize:
     return replace(size, layers=size.layers // num_stages, vocab=size.vocab // 2)
 
 
-def tensor_parallel_seconds(
-    requests: Sequence[RequestTokens], size: DecoderSize, weights: Weights, card: Card, num_cards: int
-) -> float:
-    """Return the time of a job on one engine over `num_cards` cards. Raises ConfigError if a request does not fit."""
-    engine = served(card, size, weights, num_cards)
+def tensor_parallel_seconds(requests: Sequence[RequestTokens], size: DecoderSize, engine: Served) -> float:
+    """Return the time of a job on an engine whose cards compute each layer together."""
     return simulate_job(requests, size, engine.weights, engine.ceilings, engine.batching).wall_s
 
 
 def pipeline_parallel_seconds(
-    requests: Sequence[RequestTokens], size: DecoderSize, weights: Weights, card: Card, num_stages: int
+    requests: Sequence[RequestTokens], size: DecoderSize, num_stages: int, engine: Served
 ) -> float:
-    """Return the time of a job on one engine with `num_stages` stages. Raises ConfigError if a request does not fit."""
-    stage = stage_of(size, num_stages)
-    engine = served(card, stage, weights, 1)
-    batching = replace(engine.batching, kv_tokens=engine.batching.kv_tokens // num_stages)
+    """Return the time of a job on an engine with `num_stages` stages. engine: settings of a stage and a micro-batch."""
+    stage, batching = stage_of(size, num_stages), engine.batching
     waiting, link = deque(requests), engine.ceilings.link
     batches = [RunningRequests(waiting, batching) for _ in range(num_stages)]
     free_at = [0.0] * num_stages  # of each stage
@@ -129,35 +130,122 @@ def stage_seconds(load: StepLoad, size: DecoderSize, stage: DecoderSize, engine:
     return layers.total_s, head_s
 
 
+def fastest_seconds(
+    requests: Sequence[RequestTokens], size: DecoderSize, weights: Weights, card: Card, num_cards: int, kind: str
+) -> float | None:
+    """Return the time of a job on one engine at the best of `STEP_TOKENS`; None if the KV cache is too small."""
+    if kind == "tensor":
+        engine, num_batches = served(card, size, weights, num_cards), 1
+    else:
+        engine, num_batches = served(card, stage_of(size, num_cards), weights, 1), num_cards
+    kv_tokens = engine.batching.kv_tokens // num_batches
+    if kv_tokens < MIN_AT_ONCE * max(request.prompt + request.output for request in requests):
+        return None
+    times = []
+    for tokens in STEP_TOKENS:
+        limits = replace(engine.batching, kv_tokens=kv_tokens, max_num_batched_tokens=tokens)
+        each = replace(engine, batching=replace(limits, max_num_seqs=min(limits.max_num_seqs, tokens)))
+        if kind == "tensor":
+            times.append(tensor_parallel_seconds(requests, size, each))
+        else:
+            times.append(pipeline_parallel_seconds(requests, size, num_cards, each))
+    return min(times)
+
+
+@cache
+def rates(model: str) -> dict[tuple[str, int], list[float | None]]:
+    """Return tokens/s of each card, by kind of card and cards of an engine: tensor and pipeline parallel for each of
+    `SETS`. None: does not fit, or one stage."""
+    size, weights, _ = model_size(model)
+    found: dict[tuple[str, int], list[float | None]] = {}
+    for name, num_cards in product(CARDS, SIZES):
+        cells = found[name, num_cards] = []
+        for mean in SETS.values():
+            requests = requests_of(mean, REQUESTS * num_cards)
+            tokens = sum(request.prompt + request.output for request in requests)
+            for kind in KINDS:
+                seconds = None
+                if kind == "tensor" or num_cards > 1:
+                    seconds = fastest_seconds(requests, size, weights, find_card(name), num_cards, kind)
+                cells.append(None if seconds is None else tokens / seconds / num_cards)
+    return found
+
+
 def speed_table(model: str) -> list[str]:
     """Return rows of tokens/s of a machine with 8 cards, and US dollars per million tokens."""
-    size, weights, _ = model_size(model)
     prices = load_prices()
-    heads = [f"{name}: {kind}" for name in SETS for kind in ("tensor", "pipeline")]
+    heads = [f"{name}: {kind}" for name in SETS for kind in KINDS]
     rows = [["card", "cards an engine", *heads], ["---", "---:", *["---:"] * len(heads)]]
-    for name in CARDS:
-        card, price = find_card(name), prices.price_of(name)
+    for (name, num_cards), cells in rates(model).items():
+        price = prices.price_of(name)
         assert price is not None
         assert price.on_demand_usd is not None
-        for num_cards in SIZES:
-            cells = []
-            for mean in SETS.values():
-                requests = requests_of(mean, REQUESTS * num_cards)
-                tokens = sum(request.prompt + request.output for request in requests)
-                for simulate in (tensor_parallel_seconds, pipeline_parallel_seconds):
-                    if simulate is pipeline_parallel_seconds and num_cards == 1:
-                        cells.append("")
-                        continue
-                    try:
-                        seconds = simulate(requests, size, weights, card, num_cards)
-                    except ConfigError:
-                        cells.append("")
-                        continue
-                    rate = tokens / seconds * max(SIZES) / num_cards
-                    usd = price.on_demand_usd * max(SIZES) / 3600 / rate * 1e6
-                    cells.append(f"{rate:,.0f} ({usd:.2f})")
-            if any(cells):
-                rows.append([name, str(num_cards), *cells])
+        shown = [
+            "" if rate is None else f"{rate * max(SIZES):,.0f} ({price.on_demand_usd / 3600 / rate * 1e6:.2f})"
+            for rate in cells
+        ]
+        if any(shown):
+            rows.append([name, str(num_cards), *shown])
+    return lines(rows)
+
+
+def change_table() -> list[str]:
+    """Return rows of the change of the cost of a token, from tensor parallel (or replicas) to pipeline parallel, each
+    with its best number of cards."""
+    rows = [["card", "weights", *SETS], ["---", "---", *["---:"] * len(SETS)]]
+    for (model, weights), name in product(MODELS.items(), CARDS):
+        best = [
+            max(
+                (rate for (card, _), cells in rates(model).items() if card == name and (rate := cells[column])),
+                default=0.0,
+            )
+            for column in range(len(SETS) * len(KINDS))
+        ]
+        changes = [
+            f"{tensor / pipeline - 1:+.0%}" if pipeline else ""
+            for tensor, pipeline in zip(best[::2], best[1::2], strict=True)
+        ]
+        if any(changes):
+            rows.append([name, weights, *changes])
+    return lines(rows)
+
+
+def exchange_table(model: str = "llama-70b", num_cards: int = 4) -> list[str]:
+    """Return rows of the exchanges of a step, here and in vLLM. vLLM's were counted in the source of 0.32.0: files and
+    lines are on the page."""
+    size, _, _ = model_size(model)
+    rows = [
+        ["tokens of a step", "logits", "all-reduces", "MB", "gather, MB", "vLLM: all-reduces", "MB", "all-gather, MB"],
+        ["---:"] * 8,
+    ]
+    padded = -(-size.vocab // VLLM_PADDING) * VLLM_PADDING
+    for tokens, logits in ((1, 1), (256, 256), (8192, 4)):
+        found = step_exchanges(size.layers, size.hidden, size.vocab, num_cards, tokens, logits)
+        sums, (gather,) = found[:-1], found[-1:]
+        theirs = 2 * size.layers + 1
+        figures = (
+            sum(each.num_bytes * each.count for each in sums),
+            gather.num_bytes,
+            theirs * tokens * size.hidden * DENSE_BYTES,
+            logits * padded * DENSE_BYTES,
+        )
+        ours_mb, gather_mb, vllm_mb, all_gather_mb = (f"{num_bytes / 1e6:,.1f}" for num_bytes in figures)
+        count = sum(each.count for each in sums)
+        rows.append([f"{tokens:,}", f"{logits:,}", f"{count}", ours_mb, gather_mb, f"{theirs}", vllm_mb, all_gather_mb])
+    return lines(rows)
+
+
+def all_reduce_table(hidden: int = 8192) -> list[str]:
+    """Return rows of microseconds of an all-reduce of hidden states by ring, and in one shot."""
+    tokens = (1, 64, 512, 8192)
+    rows = [["link", "cards", *(counted(each, "token") for each in tokens)], ["---", *["---:"] * (1 + len(tokens))]]
+    for name, kind in (("H100 80GB SXM", "NVLink of an H100"), ("L40S", "PCIe 4")):
+        for num_cards in SIZES[1:]:
+            link = Ceilings.of_card(find_card(name), MEASURED, num_cards).link
+            times = (all_reduce_seconds(each * hidden * DENSE_BYTES, num_cards, link) for each in tokens)
+            rows.append(
+                [kind, str(num_cards), *(f"{each['ring'] * 1e6:,.0f}, {each['one_shot'] * 1e6:,.0f}" for each in times)]
+            )
     return lines(rows)
 
 
@@ -165,11 +253,25 @@ def lines(rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in rows]
 
 
-if __name__ == "__main__":
-    import time
+def page() -> str:
+    """Return the page with its current tables."""
+    tables = {model: partial(speed_table, model) for model in MODELS}
+    text = PAGE.read_text(encoding="utf-8")
+    for name, make in {
+        **tables,
+        "change": change_table,
+        "exchanges": exchange_table,
+        "all-reduce": all_reduce_table,
+    }.items():
+        head, mark, rest = text.partition(f"<!-- table: {name} -->\n")
+        assert mark, f"{PAGE} has no table {name}"
+        tail = rest.partition("<!-- end of table -->")[2]
+        table = "\n".join(make())
+        text = f"{head}{mark}\n{table}\n\n<!-- end of table -->{tail}"
+        if "--check" not in sys.argv[1:]:
+            print(f"{name}\n\n{table}\n", flush=True)
+    return text
 
-    t = time.time()
-    for model in MODELS:
-        print(model)
-        print("\n".join(speed_table(model)))
-        print(time.time() - t)
+
+if __name__ == "__main__":
+    check_or_write({PAGE: page()}, "tools.parallel")

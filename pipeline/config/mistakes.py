@@ -15,8 +15,9 @@ from pipeline.formatting import nearest
 # Keys of other systems, refused with a hint.
 _NOT_YET = "not supported yet"
 _KNOWN_ELSEWHERE = {
-    "tensor_parallel_size": f"{_NOT_YET}: a model runs on one device; run.actors runs several copies of it",
-    "pipeline_parallel_size": f"{_NOT_YET}: a model runs on one device; run.actors runs several copies of it",
+    "tensor_parallel_size": "named engine.tensor_parallel_size here",
+    "pipeline_parallel_size": "pipeline parallelism is not supported; engine.tensor_parallel_size divides a model over "
+    "several GPUs, and run.actors runs copies of it (docs/parallel.md)",
     "data_parallel_size": "run.actors sets how many copies of the model run",
     "quantization": "named model.quantization here; quantized checkpoints need no key",
     "trust_remote_code": "code from a checkpoint is never run",

@@ -66,6 +66,10 @@ class Setup:
         return "auto" if self.job is None else self.job.engine.activation_dtype
 
     @property
+    def tensor_parallel_size(self) -> int:
+        return 1 if self.job is None else self.job.engine.tensor_parallel_size
+
+    @property
     def cpu_offload_gb(self) -> float:
         return 0.0 if self.job is None else self.job.engine.cpu_offload_gb
 

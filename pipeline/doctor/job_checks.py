@@ -147,22 +147,27 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
     from pipeline.kernels.select import default_dtype
     from pipeline.model.config import DTYPES
 
-    config = _as_loaded(folder, setup)
+    config, num_ranks = _as_loaded(folder, setup), setup.tensor_parallel_size
+    share = config.local(num_ranks)
     stored = str(config.dtype).removeprefix("torch.")
     kind = stored if config.quantization is None else f"{config.quantization}, other weights {stored}"
     yield Check("model", "architecture", "ok", f"{config.parameters_text()}, {config.num_layers} layers, {kind}")
     device = setup.torch_device
     dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
     adapters = _adapter_bytes(config, setup) * dtype.itemsize // 4
-    need = adapters + weight_bytes(config, device, dtype, activation_dtype=setup.activation_dtype)
+    need = adapters + weight_bytes(share, device, dtype, activation_dtype=setup.activation_dtype)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_cpu_bytes()
-    kv = config.kv_bytes_per_token(kv_type(setup, dtype))
+    kv = share.kv_bytes_per_token(kv_type(setup, dtype))
+    if device.type == "cpu":  # all ranks share this machine's memory
+        need, kv = need * num_ranks, kv * num_ranks
     context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
     with_adapters = f" (adapters: {shown_bytes(adapters)})" if adapters else ""
     weights = f"about {shown_bytes(need)} of weights{with_adapters} in {str(dtype).removeprefix('torch.')}"
     found = f"{weights}; KV cache {kv:,} bytes a token, {context}; {shown_bytes(free)} free on {device.type}"
     if need > free:
         todo = "Use a smaller or quantized model, a smaller dtype, or a larger machine."
+        if device.type == "cuda":
+            todo = "Divide it over several GPUs with engine.tensor_parallel_size, or use a smaller or quantized model."
         yield Check("model", "memory", "failed", found, todo)
     elif need > 0.8 * free:
         todo = "Little memory is left for the KV cache: lower engine.max_model_len."

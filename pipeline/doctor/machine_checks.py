@@ -63,6 +63,9 @@ def devices(setup: Setup) -> Iterator[Check]:
             properties, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
             kind = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
             yield Check("devices", f"cuda:{i}", "ok", f"{kind}; {shown_bytes(free)} of {shown_bytes(total)} free")
+        if setup.tensor_parallel_size > (count := torch.cuda.device_count()):
+            found = f"{count}, but engine.tensor_parallel_size is {setup.tensor_parallel_size}"
+            yield Check("devices", "GPUs of an engine", "failed", found, "Use a machine with more GPUs.")
     elif os.path.exists("/dev/nvidiactl") or setup.device.startswith("cuda"):
         build = "torch is a CPU build" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
         todo = "Install torch's CUDA build and a recent driver (check with nvidia-smi), or set engine.device: cpu."

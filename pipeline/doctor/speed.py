@@ -35,11 +35,12 @@ def speed_on(
     kv_value_bytes: float,
     keeps_dense: bool,
     room: int,
+    num_cards: int = 1,
     offload: OffloadPlan | None = None,
 ) -> PredictedSpeed | None:
     """Return the predicted speed, or None if no sequence fits or the card lacks fp8.
 
-    limits: of a step on the card. room: capacity of the KV cache in tokens.
+    config: of the whole model. num_cards: of the engine. limits: of a step. room: capacity of the KV cache in tokens.
     """
     context = min(CONTEXT, config.max_position)
     sequences = min(room // context, limits.max_num_seqs)
@@ -51,7 +52,7 @@ def speed_on(
     weights = replace(weights, cached=keeps_dense, fused_tokens=max_fused)
     if offload is not None:
         weights = replace(weights, host_bytes=offload.host_bytes)
-    size, ceilings = config.size, Ceilings.of_card(card, MEASURED)
+    size, ceilings = config.size, Ceilings.of_card(card, MEASURED, num_cards)
 
     def tokens_per_s(sequences: int, count: int) -> float:
         step = StepLoad(np.full(sequences, count), np.full(sequences, context), sequences)

@@ -16,7 +16,7 @@ from pipeline.engine.parallel.group import failure_of
 from pipeline.engine.parallel.plans import PlanMemory
 from pipeline.engine.parallel.runner import serve
 from pipeline.engine.startup.build import LoadSpec, load_runner
-from pipeline.errors import EnvironmentFailed
+from pipeline.errors import RankLost
 from pipeline.kernels.ranks import ProcessRanks
 from pipeline.kernels.select import keep_cpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder
@@ -43,7 +43,7 @@ def main(leader_fd: int, memory_fd: int, life_fd: int) -> None:
 
 
 def _lost(error: Exception) -> Exception:
-    return EnvironmentFailed(f"another rank ended: {error}")
+    return RankLost(f"another rank ended: {error}")
 
 
 def _exit_with(life_fd: int) -> None:

@@ -25,8 +25,8 @@ STARTUP_S = 40.0  # assumed start of a process with CUDA and its kernels
 
 @dataclass(frozen=True)
 class OnCard:
-    """Simulation of a sample of requests on one card. best: kernels at the data sheet. expected: kernels at the
-    engine's share of it. Both are None if the job does not fit; `lacks` holds the reason."""
+    """Simulation of a sample of requests on one engine of `num_cards` cards. best: kernels at the data sheet. expected:
+    kernels at the engine's share of it. Both are None if the job does not fit; `lacks` holds the reason."""
 
     card: str
     weights: str
@@ -36,6 +36,7 @@ class OnCard:
     expected: JobSeconds | None = None
     load_s: float = 0.0
     lacks: str = ""
+    num_cards: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class CardServing:
     kv_cache_dtype: str = "auto"
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    tensor_parallel_size: int = 1
     cpu_offload_gb: float = 0.0
 
     @classmethod
@@ -56,11 +58,13 @@ class CardServing:
             kv_cache_dtype=engine.kv_cache_dtype,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
+            tensor_parallel_size=engine.tensor_parallel_size,
             cpu_offload_gb=engine.cpu_offload_gb,
         )
 
     def offloaded(self, weights: Weights, size: DecoderSize) -> Weights:
-        """Return the weights with those in host memory. Raises ConfigError as `offload_plan`."""
+        """Return the weights with those of each card in host memory. Raises ConfigError as `offload_plan`."""
+        size = size.local(self.tensor_parallel_size)
         linears = replace(weights, cached=False).resident_bytes(size) - 2 * size.head_parameters * DENSE_BYTES
         plan = offload_plan([int(linears / size.layers)] * size.layers, self.cpu_offload_gb)
         if plan is None:
@@ -80,7 +84,7 @@ def limits_on(card: Card, config: ModelConfig, serving: CardServing, weights_nam
     """Return the rows and tokens of a step: the job's, else the engine's defaults. weights_name: see `on_card`."""
     forms = kinds_of_weights(config)
     weights = serving.offloaded(forms[weights_name or _default_form(forms, serving)], config.size)
-    packed = replace(weights, cached=False).resident_bytes(config.size)
+    packed = replace(weights, cached=False).resident_bytes(config.size.local(serving.tensor_parallel_size))
     default = gpu_limits(card.memory_bytes, card.compute_capability, int(packed))
     seqs, tokens = serving.max_num_seqs, serving.max_num_batched_tokens
     if seqs is None:
@@ -99,7 +103,7 @@ def on_card(
     requests: Sequence[RequestTokens],
     weights_name: str | None = None,
 ) -> OnCard:
-    """Simulate `requests` on one engine of the card, or return what it lacks. weights_name: a key of
+    """Simulate `requests` on one engine over cards of this kind, or return what it lacks. weights_name: a key of
     `kinds_of_weights`; by default the checkpoint's own form, or fp8 if activations are fp8."""
     forms = kinds_of_weights(config)
     name = weights_name or _default_form(forms, serving)
@@ -110,15 +114,21 @@ def on_card(
         return OnCard(card.name, name, 0, 0, lacks=str(error))
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
     value_bytes = size.fp8_value_bytes if serving.kv_cache_dtype == "fp8" else DENSE_BYTES
-    base = OnCard(card.name, name, 0, seqs)
+    num_cards = serving.tensor_parallel_size
+    base = OnCard(card.name, name, 0, seqs, num_cards=num_cards)
+    try:
+        config.local(num_cards)
+    except ConfigError as error:
+        return replace(base, lacks=str(error))
     if weights.fp8 and card.fp8_flops is None:
         return replace(base, lacks="has no fp8 products")
-    ceilings = Ceilings.of_card(card, BOUND)
+    ceilings = Ceilings.of_card(card, BOUND, num_cards)
     form = weight_layout(weights, size, ceilings, crossover_of(card.compute_capability), seqs, value_bytes)
     room = usable_kv_room(size, form, ceilings, value_bytes)
     longest = max(request.prompt + request.output for request in requests)
     if room < longest + BLOCK_SIZE:
-        return replace(base, lacks="the weights and one request do not fit its memory")
+        cards = "its memory" if num_cards == 1 else f"the memory of {num_cards} cards"
+        return replace(base, lacks=f"the weights and one request do not fit {cards}")
     batching = Batching(seqs, tokens, room, BLOCK_SIZE)
     try:
         best, expected = (
@@ -128,4 +138,4 @@ def on_card(
     except ConfigError as error:
         return replace(base, lacks=str(error))
     load_s = (size.linear_parameters * form.read_bytes + 2 * size.head_parameters * DENSE_BYTES) / LOAD_BYTES_PER_S
-    return OnCard(card.name, name, room, seqs, best, expected, load_s)
+    return replace(base, kv_tokens=room, best=best, expected=expected, load_s=load_s)

@@ -18,11 +18,12 @@ from pipeline.data.units import UNIT_TOKENS
 from pipeline.engine.startup.batch_limits import max_default_seqs
 from pipeline.errors import ConfigError
 from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, on_card
+from pipeline.estimate.divisions import Division, cheapest, division_of, fitting_engines
 from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts, tail
 from pipeline.estimate.measured import Speed, measured_speed
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.prices import FILE, PriceList, load_prices
-from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_pool
+from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_division, advice_for_pool
 from pipeline.estimate.server_estimate import ServerEstimate, estimate_on_server
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.fingerprint import JOB
@@ -61,6 +62,7 @@ class JobEstimate:
     estimate: Estimate | None
     here: tuple[PoolEstimate, ...]
     cards: tuple[PoolEstimate, ...]
+    divisions: tuple[Division, ...]
     advice: tuple[Advice, ...]
     doubts: tuple[str, ...] = field(default=())
 
@@ -132,13 +134,13 @@ def estimate_job(
     if speed is not None and computed_rows >= 1:
         here = tuple(_here(speed, work, n, config.cost.hourly_usd) for n in counts)
         estimate = _estimate(plan, runs_before, speed, work, lengths, prompt_tokens.expected * shared)
-    elsewhere, advice = _on_cards(cards, plan, prompts, lengths, work, shared, counts, price_list)
+    elsewhere, divided, advice = _on_cards(cards, plan, prompts, lengths, work, shared, counts, price_list)
     advice += advice_for_pool(here, work.units, config.output.rows_per_file) if here else ()
     compared_prices = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
     doubts = tuple(compared_prices.doubts(today or wall_time().date()))
     return JobEstimate(
         config.name, plan.num_rows, rows_left, prompts, prompt_tokens, prompt_tokens.expected * shared, generated,
-        lengths, estimate, here, elsewhere, advice, doubts,
+        lengths, estimate, here, elsewhere, divided, advice, doubts,
     )  # fmt: skip
 
 
@@ -251,11 +253,11 @@ def _on_cards(
     shared: float,
     counts: Sequence[int],
     prices: PriceList,
-) -> tuple[tuple[PoolEstimate, ...], tuple[Advice, ...]]:
-    """Estimate each card with each number of engines, and advise on settings. shared: share of prompt tokens in
-    prefixes of other rows."""
+) -> tuple[tuple[PoolEstimate, ...], tuple[Division, ...], tuple[Advice, ...]]:
+    """Estimate each card with each number of engines, compare numbers of cards of an engine, and advise on settings.
+    shared: share of prompt tokens in prefixes of other rows."""
     if work.rows < 1:
-        return (), ()
+        return (), (), ()
     model, config = read_config(plan.job.checkpoint), plan.job.config
     pairs = [
         RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared) if i == 0 else again)), output)
@@ -265,23 +267,31 @@ def _on_cards(
     ]
     min_requests = MIN_BATCHES * (config.engine.max_num_seqs or max_default_seqs(on_gpu=True))
     pairs = (pairs * max(1, ceil(min_requests / len(pairs))))[:MAX_SIMULATED]
+    serving = CardServing.from_job(config)
     pools: list[PoolEstimate] = []
+    divided: tuple[Division, ...] = ()
+    advice: tuple[Advice, ...] = ()
     for card in cards:
-        found = on_card(card, model, CardServing.from_job(config), pairs)
+        found = on_card(card, model, serving, pairs)
+        if found.lacks or found.num_cards > 1 or len(cards) == 1:
+            engines = {each.num_cards: each for each in fitting_engines(card, model, serving, pairs)}
+            here = [division_of(each, prices) for each in engines.values()]
+            if found.lacks and here:
+                found = engines[cheapest(here).num_cards]
+            divided += tuple(here)
         pools += [_card_pool(found, work, len(pairs), actors, prices) for actors in counts]
-    best = next((card for card in cards if any(p.machine == card.name and not p.lacks for p in pools)), None)
-    advice = (
-        advice_for_card(best, model, CardServing.from_job(config), pairs)
-        if best is not None and len(cards) == 1
-        else ()
-    )
-    return tuple(pools), advice
+        if len(cards) == 1 and not found.lacks:
+            advice = advice_for_division(divided, serving.tensor_parallel_size)
+            advice += advice_for_card(card, model, replace(serving, tensor_parallel_size=found.num_cards), pairs)
+    return tuple(pools), divided, advice
 
 
 def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: PriceList) -> PoolEstimate:
     nothing = Interval(0, 0, 0)
     if found.best is None or found.expected is None:
-        return PoolEstimate(found.card, actors, nothing, nothing, weights=found.weights, lacks=found.lacks)
+        return PoolEstimate(
+            found.card, actors, nothing, nothing, weights=found.weights, lacks=found.lacks, num_cards=found.num_cards
+        )
     scale = work.sequences / requests / actors * work.imbalance(actors)
     start_s = STARTUP_S + found.load_s
     # The low end assumes the data sheet's speed, an upper bound. The high end is slower than expected by the same
@@ -298,10 +308,11 @@ def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: P
     usd = spot = None
     interruptions = prices.spot_interruptions_per_hour * machine.expected / 3.6e9
     if price is not None and price.on_demand_usd is not None:
-        usd = machine.times(price.on_demand_usd / 3.6e9)
+        usd = machine.times(price.on_demand_usd * found.num_cards / 3.6e9)
     if price is not None and price.spot_usd is not None:
         lost = prices.spot_interruptions_per_hour * start_s / 3600  # a new machine starts and loads again
-        spot = machine.times(price.spot_usd / 3.6e9 * (1 + lost))
+        spot = machine.times(price.spot_usd * found.num_cards / 3.6e9 * (1 + lost))
+    basis = "the cost model, not measured"
     return PoolEstimate(
-        found.card, actors, each, machine, usd, spot, interruptions, found.weights, "the cost model, not measured"
+        found.card, actors, each, machine, usd, spot, interruptions, found.weights, basis, num_cards=found.num_cards
     )

@@ -7,8 +7,8 @@ from pipeline.report.estimate import Interval
 
 @dataclass(frozen=True)
 class PoolEstimate:
-    """Estimate of a pool of engines. machine_us: of all engines together, until the last one ends. usd: None without a
-    price."""
+    """Estimate of a pool of engines with `num_cards` cards each. machine_us: of all engines together, until the last
+    one ends. usd: None without a price."""
 
     machine: str
     actors: int
@@ -20,3 +20,4 @@ class PoolEstimate:
     weights: str = ""
     basis: str = ""
     lacks: str = ""
+    num_cards: int = 1

@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pipeline.estimate.cards import CardServing, OnCard, kinds_of_weights, limits_on, on_card
+from pipeline.estimate.divisions import MACHINE, WORTH, Division, cheapest
 from pipeline.estimate.pool import PoolEstimate
+from pipeline.formatting import money
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
 from pipeline.roofline.job_simulation import RequestTokens
 
 K = TypeVar("K", int, str)
-WORTH = 0.03  # share of the time; the cost model cannot resolve less
 ROWS = (64, 128, 256, 512, 1024)
 TOKENS = (2048, 4096, 8192, 16384)
 MAX_START_SHARE = 0.2  # share of an engine's time
@@ -71,6 +72,23 @@ def _reason_for_rows(now: OnCard, better: OnCard) -> str:
         f"the KV cache holds {better.kv_tokens:,} tokens, so {better.expected.sequences:.0f} rows run at once on "
         f"average instead of {now.expected.sequences:.0f}, and each read of the weights serves more of them"
     )
+
+
+def advice_for_division(found: Sequence[Division], tensor_parallel_size: int) -> tuple[Advice, ...]:
+    """Advise on the number of cards of an engine, by the cost per token. found: divisions that the model fits."""
+    if not found or (best := cheapest(found)).num_cards == tensor_parallel_size:
+        return ()
+    key = f"engine.tensor_parallel_size: {best.num_cards}"
+    now = next((each for each in found if each.num_cards == tensor_parallel_size), None)
+    if now is None:
+        reason = f"the model does not fit {tensor_parallel_size} card{'s' * (tensor_parallel_size > 1)}"
+        return (Advice(key, reason),)
+    if (gain := 1 - now.tokens_per_s / best.tokens_per_s) < WORTH:
+        return ()
+    reason = f"{MACHINE} cards compute {best.tokens_per_s:,.0f} tokens/s instead of {now.tokens_per_s:,.0f}"
+    if best.usd_per_million is not None:
+        reason += f", 1M tokens for {money(best.usd_per_million)} instead of {money(now.usd_per_million)}"
+    return (Advice(key, reason, gain),)
 
 
 def advice_for_pool(pools: Sequence[PoolEstimate], units: float, unit_rows: int) -> tuple[Advice, ...]:

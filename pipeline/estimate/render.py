@@ -1,5 +1,6 @@
 """Render a job's estimate as text for a terminal."""
 
+from pipeline.estimate.divisions import MACHINE, Division
 from pipeline.estimate.job_estimate import JobEstimate
 from pipeline.estimate.pool import PoolEstimate
 from pipeline.estimate.server_estimate import ServerEstimate
@@ -45,7 +46,14 @@ def text(found: JobEstimate | ServerEstimate, width: int | None = None) -> str:
         lines += ["", "  On cards, by the cost model; low, expected and high"]
         lines.append(_table(_card_rows(found.cards), width))
         lines += [f"    {pool.machine}: {pool.lacks}" for pool in found.cards if pool.lacks]
-        lines.append(f"    Expected: {source([pool.machine for pool in found.cards])}.")
+        has_groups = any(pool.num_cards > 1 for pool in found.cards) or len(found.divisions) > 1
+        if has_groups:
+            lines += ["", f"  {MACHINE} cards as engines of one or several, expected"]
+            lines.append(_table(_division_rows(found.divisions), width))
+            lines.append(
+                "    `cards each` is engine.tensor_parallel_size. Engines of one card are replicas: run.actors."
+            )
+        lines.append(f"    Expected: {source([pool.machine for pool in found.cards], has_groups)}.")
     lines += [f"    {doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts]
     if found.advice:
         lines += ["", "  Suggestions"]
@@ -103,12 +111,37 @@ def _here_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
 
 
 def _card_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
-    rows = [["card", "weights", "engines", "time", "low", "high", "interruptions", "spot", "on demand", "low", "high"]]
+    rows = [
+        [
+            "card",
+            "weights",
+            "engines",
+            "cards each",
+            "time",
+            "low",
+            "high",
+            "interruptions",
+            "spot",
+            "on demand",
+            "low",
+            "high",
+        ]
+    ]
     for p in pools:
         if p.lacks:
             continue
         times = (duration(us / 1e6) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
         usd = ["", "", ""] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
         spot = "" if p.spot_usd is None else money(p.spot_usd.expected)
-        rows.append([p.machine, p.weights, f"{p.actors:,}", *times, f"{p.interruptions:.1f}", spot, *usd])
+        rows.append(
+            [p.machine, p.weights, f"{p.actors:,}", f"{p.num_cards}", *times, f"{p.interruptions:.1f}", spot, *usd]
+        )
+    return rows
+
+
+def _division_rows(divisions: tuple[Division, ...]) -> list[list[str]]:
+    rows = [["card", "cards each", "engines", "tokens/s", "1M tokens"]]
+    for each in divisions:
+        rate, usd = f"{each.tokens_per_s:,.0f}", money(each.usd_per_million)
+        rows.append([each.card, f"{each.num_cards}", f"{each.num_engines}", rate, usd])
     return rows

@@ -79,7 +79,8 @@ def what_if(report: RunReport, changes: Mapping[str, str], prices: PriceList) ->
         start_us = scaled.start_us if scaled.start_us is not None else start_us
         price = prices.price_of(scaled.card.name)
         if "price" not in changes and "hardware" in changes:
-            hourly_usd = price.on_demand_usd if price is not None else None
+            known = price is not None and price.on_demand_usd is not None
+            hourly_usd = price.on_demand_usd * _num_cards(run.resolved) if known else None
             basis.append(f"priced as of {price.listed}, {price.source}" if price else "no price is known")
     units = max(1, sum(each.units_written for each in report.runs))
     share = units / actors
@@ -153,7 +154,10 @@ def _on_card(
     card: Card, report: RunReport, model: ModelConfig, resolved: Mapping[str, Any], weights: str | None
 ) -> OnCard:
     """Simulate requests as long as the job's. Raises ConfigError if they do not fit the card."""
-    serving = CardServing(kv_cache_dtype="fp8" if "fp8" in str(resolved.get("kv_cache_dtype", "")) else "auto")
+    serving = CardServing(
+        kv_cache_dtype="fp8" if "fp8" in str(resolved.get("kv_cache_dtype", "")) else "auto",
+        tensor_parallel_size=_num_cards(resolved),
+    )
     found = on_card(card, model, serving, _requests(report), weights)
     if found.expected is None:
         raise ConfigError(f"--what-if: {found.card} with {found.weights}: {found.lacks}")
@@ -162,6 +166,11 @@ def _on_card(
 
 def _own_card(resolved: Mapping[str, Any]) -> Card | None:
     return card_of_device(str(resolved.get("device_name", resolved.get("device", ""))))
+
+
+def _num_cards(resolved: Mapping[str, Any]) -> int:
+    """Return the number of cards of an engine: the run's on GPUs, else one. Runs of earlier versions record none."""
+    return 1 if resolved.get("device") == "cpu" else int(resolved.get("tensor_parallel_size", 1))
 
 
 def _model(report: RunReport) -> ModelConfig:

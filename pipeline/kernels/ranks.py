@@ -7,6 +7,7 @@ schedules and samples. All ranks must call the same methods with the same shapes
 Suffixes: T tokens, R rows of logits, H hidden, V vocabulary, L vocabulary of one rank.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -160,21 +161,21 @@ class OneShotSum:
 
     def __init__(self, rank: int, size: int, store: Any, name: str, device: torch.device) -> None:
         """Raises RuntimeError if the cards cannot read each other's memory."""
-        from torch._C._distributed_c10d import _SymmetricMemory  # an unstable interface of torch
+        from torch._C import _distributed_c10d  # an unstable interface of torch
 
+        c10d: Any = _distributed_c10d
         self._max_bytes, self._name = self.MAX_READ_BYTES // max(size - 1, 1), name
-        _SymmetricMemory.set_group_info(name, rank, size, store)
-        self._buffer = _SymmetricMemory.empty_strided_p2p((self._max_bytes,), (1,), torch.uint8, device)
-        self._memory = _SymmetricMemory.rendezvous(self._buffer, name)
+        self._group = c10d.ProcessGroup(store, rank, size)
+        c10d._register_process_group(name, self._group)  # by which the ranks find each other
+        self._buffer = c10d._SymmetricMemory.empty_strided_p2p((self._max_bytes,), (1,), torch.uint8, device)
+        self._memory = c10d._SymmetricMemory.rendezvous(self._buffer, name)
 
     @classmethod
     def connect(cls, ranks: ProcessRanks, store: Any, name: str) -> "OneShotSum | None":
         """Return the sum, or None if some rank does not support it."""
         made = None
-        try:
+        with contextlib.suppress(ImportError, AttributeError, TypeError, RuntimeError):
             made = cls(ranks.rank, ranks.size, store, name, ranks.device)
-        except (ImportError, AttributeError, TypeError, RuntimeError):
-            pass
         return made if ranks.least(made is not None) else None
 
     def supports(self, x: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ def all_reduce_seconds(num_bytes: float, num_cards: int, link: Link) -> dict[str
     ring: 2 (n - 1) hops of an n-th of the tensor each, so a card sends 2 (n - 1) / n of it, which is the minimum
     (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). NCCL predicts
     its rings by the same sum of latencies and bytes (`src/graph/tuning.cc`).
-    one_shot: each card reads the whole tensors of all others at once: 2 hops, n - 1 tensors. NCCL has no such method.
+    one_shot: each card reads the whole tensors of all others at once: 2 hops, n - 1 tensors.
     """
     others = num_cards - 1
     return {
@@ -65,13 +65,14 @@ def gather_seconds(num_bytes: float, num_cards: int, link: Link) -> float:
 
 
 def exchange_seconds(exchanges: list[Exchange], num_cards: int, link: Link) -> float:
-    """Return the seconds of a step's exchanges, one after the other, with all-reduces by NCCL's ring."""
+    """Return the seconds of a step's exchanges, one after the other, each all-reduce by the faster method. The engine
+    has a border between the two that does not depend on the link (`kernels/ranks.py`)."""
     return sum(
         each.count
         * (
             gather_seconds(each.num_bytes, num_cards, link)
             if each.kind == "gather"
-            else all_reduce_seconds(each.num_bytes, num_cards, link)["ring"]
+            else min(all_reduce_seconds(each.num_bytes, num_cards, link).values())
         )
         for each in exchanges
     )

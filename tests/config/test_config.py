@@ -175,7 +175,7 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
             "prompt: {column: a, template: 'x {b}'}\n"
             "model: [demo]\n"
             "engine:\n"
-            "  tensor_parallel_size: 2\n"
+            "  pipeline_parallel_size: 2\n"
             "  max_num_seq: 3\n"
             "  dtype: bfloat\n"
             "sampling: {temperature: hot, top_p: 2, actors: 2}\n"
@@ -189,7 +189,7 @@ def test_all_mistakes_at_once_with_line_and_suggestion(mistakes):
         "job.yaml:1: inptu: unknown key\n    Did you mean `input`?",
         "job.yaml:2: prompt: expected exactly one of template, column, messages; got template and column",
         "job.yaml:3: model: expected `key: value` lines; got a list of 1",
-        "job.yaml:5: engine.tensor_parallel_size: unknown key\n    not supported yet",
+        "job.yaml:5: engine.pipeline_parallel_size: unknown key\n    pipeline parallelism is not supported",
         "job.yaml:6: engine.max_num_seq: unknown key\n    Did you mean `max_num_seqs`?",
         "job.yaml:7: engine.dtype: expected one of auto, bfloat16, float16, float32; got 'bfloat'"
         "\n    Did you mean `bfloat16`?",

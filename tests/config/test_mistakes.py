@@ -29,7 +29,8 @@ def test_a_key_of_another_tool_or_a_former_one_is_refused_with_its_hint(tmp_path
         ("batch_size", "engine.max_num_seqs"), ("concurrency", "run.actors"), ("model_source", "model.path"),
         ("speculative_config", "speculation"), ("guided_json", "sampling.structured_outputs: {json"),
         ("structured_outputs", "sampling.structured_outputs"), ("max_new_tokens", "sampling.max_tokens"),
-        ("tensor_parallel_size", "run.actors"), ("trust_remote_code", "never run"), ("hourly_price", "cost.hourly_usd"),
+        ("tensor_parallel_size", "engine.tensor_parallel_size"), ("trust_remote_code", "never run"),
+        ("pipeline_parallel_size", "docs/parallel.md"), ("hourly_price", "cost.hourly_usd"),
     ],
 )  # fmt: skip
 def test_common_keys_of_other_tools_have_a_hint(tmp_path, key, hint):
@@ -40,7 +41,7 @@ def test_common_keys_of_other_tools_have_a_hint(tmp_path, key, hint):
 
 def test_every_key_that_a_hint_names_exists():
     hints = [*_KNOWN_ELSEWHERE.values(), *FORMER.values()]
-    named = {name for hint in hints for name in re.findall(r"\b(?!\w+\.json)([a-z_]+\.[a-z_]+)\b(?!/)", hint)}
+    named = {name for hint in hints for name in re.findall(r"\b(?!\w+\.(?:json|md))([a-z_]+\.[a-z_]+)\b(?!/)", hint)}
     assert len(named) > 8
     for name in named:
         section, _, key = name.partition(".")

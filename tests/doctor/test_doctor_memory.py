@@ -1,6 +1,7 @@
 """Memory table of the doctor, compared with figures computed by hand."""
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.bench.shapes import SHAPES
 from pipeline.config import load_job
 from pipeline.demo import demo_model
-from pipeline.doctor import Setup, diagnose, fit, memory_of, speed
+from pipeline.doctor import Setup, diagnose, fit, job_checks, machine_checks, memory_of, speed
 from pipeline.engine.startup.batch_limits import SMALL_GPU_LIMITS
 from pipeline.engine.startup.memory import OffloadPlan
 from pipeline.kernels.cpu.linear import linear_bf16
@@ -106,6 +108,88 @@ def test_a_device_of_this_machine_reports_its_own_memory(monkeypatch, name, is_k
     assert table.places[0].speed == (table.places[-2].speed if is_known else None)
 
 
+def write_70b(folder, is_awq):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPES["llama-70b"].config(is_awq)))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("is_awq", "cards"),
+    [(False, {"H200": 2, "H100 80GB SXM": 4, "A100 40GB SXM": 8, "L40S": 4, "L4": 8}),
+     (True, {"H200": 1, "H100 80GB SXM": 1, "A100 40GB SXM": 2, "L40S": 2, "L4": 4})],
+)  # fmt: skip
+def test_a_70b_model_is_divided_over_the_cards_that_it_needs(tmp_path, is_awq, cards):
+    table = memory_of(Setup(model=write_70b(tmp_path / "70b", is_awq)))
+    by_name = {place.name: place for place in table.places}
+    assert {name: by_name[name].num_cards for name in cards} == cards
+    linears, table_weights = 80 * (8192 * 10_240 + 8192 * 8192 + 3 * 8192 * 28_672), 2 * 8192 * 128_256
+    for place in table.places[1:]:
+        n = place.num_cards
+        packed = int(linears * (0.5 + 4 / 128)) if is_awq else 2 * linears
+        assert place.weight_bytes == (packed + 2 * table_weights) // n
+        assert place.kv_bytes_per_token == 2 * 80 * 8 * 128 * 2 // n
+        parts = place.weight_bytes + place.kv_bytes + place.step_bytes + place.free_bytes
+        assert parts == place.memory_bytes
+        assert place.step_bytes == (2 << 30) + (512 << 20)
+        assert place.free_bytes == pytest.approx(0.1 * place.memory_bytes, abs=2)
+        assert place.sequences[0] == place.kv_bytes // (64 * place.kv_bytes_per_token) // 8 > 0
+        assert place.speed.output_tokens_per_s > 0
+    here = table.places[0]
+    assert here.weight_bytes + here.kv_bytes + here.free_bytes == here.memory_bytes
+    row = next(line.split() for line in table.to_text().splitlines() if line.split()[:1] == ["L4"])
+    assert row[1] == str(cards["L4"])
+    assert "exchanges between cards assumed" in table.to_text()
+    assert table.to_json()["places"][1]["free_bytes"] == table.places[1].free_bytes
+
+
+def test_a_job_decides_the_number_of_cards(tmp_path):
+    folder = write_70b(tmp_path / "70b", is_awq=False)
+    eight = memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=8)).places
+    assert {place.num_cards for place in eight[1:]} == {8}
+    fewest = memory_of(of_job(tmp_path, model=folder)).places
+    assert eight[1].speed.output_tokens_per_s > fewest[1].speed.output_tokens_per_s
+    flops = 2 * (70_552_387_584 - 2 * 8192 * 128_256)  # of a token's linears
+    assert eight[1].speed.prompt_tokens_per_s * flops > load_cards()[0].bf16_flops, "more than one card can compute"
+    two = {place.name: place for place in memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=2)).places}
+    assert (two["L4"].num_cards, set(two["L4"].sequences), two["L4"].speed) == (2, {0}, None)
+    assert two["L4"].free_bytes < 0
+    three = memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=3)).places
+    assert all("64 query heads are not divisible" in place.lacks for place in three[1:])
+
+
+def test_the_gpus_of_a_machine_must_suffice_for_an_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (20_000_000_000, 24_000_000_000))
+    properties = SimpleNamespace(name="NVIDIA L4", major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
+    found = {
+        size: [each.found for each in machine_checks.devices(of_job(tmp_path, tensor_parallel_size=size)) if each.todo]
+        for size in (2, 4)
+    }
+    assert found == {2: [], 4: ["2, but engine.tensor_parallel_size is 4"]}
+
+
+@pytest.mark.parametrize(("device", "factor"), [("cpu", 2), ("cuda", 1)])
+def test_the_shares_of_several_ranks_are_counted(tmp_path, monkeypatch, device, factor):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2_000_000, 24_000_000_000))
+    dtype = {"device": device, "dtype": "float32"}
+    one, two = (
+        next(c for c in job_checks.model(of_job(tmp_path, tensor_parallel_size=n, **dtype)) if c.name == "memory")
+        for n in (1, 2)
+    )
+    per_token = [int(re.search(r"KV cache ([\d,]+) bytes", each.found)[1].replace(",", "")) for each in (one, two)]
+    assert per_token == [2 * KV_BFLOAT16, factor * KV_BFLOAT16]
+    whole, share = (float(re.search(r"about ([\d.]+) MB", each.found)[1]) for each in (one, two))
+    assert share == pytest.approx(whole * factor / 2, abs=0.1)
+    if device == "cuda":
+        assert two.state == "failed"
+        assert two.todo.startswith("Divide it over several GPUs with engine.tensor_parallel_size")
+
+
 def of_job(tmp_path, model="demo:target", quantization="none", **engine):
     """Return the setup of a job with these engine options."""
     job = {
@@ -170,7 +254,7 @@ def test_weights_in_host_memory_are_not_on_the_card(tmp_path):
     h200 = table.places[1]
     assert h200.copy_s == 3 * layer / 64e9
     text = table.to_text()
-    assert "3.5 MB more of the weights in host memory (engine.cpu_offload_gb)" in text
+    assert "3.5 MB more of each card's weights in host memory (engine.cpu_offload_gb)" in text
     assert "0.0553 ms on H200, H100 80GB SXM\n" in text
     assert table.places[0].lacks == "engine.cpu_offload_gb needs a GPU"
     reason = "engine.cpu_offload_gb = 3.0: expected 0, or more than 2.4 MB"
@@ -190,7 +274,7 @@ def test_speed_follows_the_cost_model_and_the_measured_shares_of_the_data_sheet(
     small = replace(l40s, memory_bytes=3 * 2**30)
     assert speed.speed_on(small, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 0) is None
     plan = OffloadPlan(layers=(0,), host_bytes=10**11, staging_bytes=0)
-    copying = speed.speed_on(l40s, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 512, plan)
+    copying = speed.speed_on(l40s, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 512, offload=plan)
     assert copying.output_tokens_per_s == pytest.approx(MEASURED.host_copy * l40s.pcie_bytes_per_s / 10**11)
 
 

@@ -100,6 +100,18 @@ def test_on_a_card_the_measured_time_is_scaled_and_elsewhere_only_the_model_is_u
     assert packed.usd == pytest.approx(packed.machine_us * 2.5 / 3.6e9)  # the same machine costs the same
 
 
+def test_an_engine_of_several_cards_stays_one_and_pays_for_each():
+    on_two = a_report(device="cuda:0", device_name="NVIDIA L4", tensor_parallel_size=2)
+    same = what_if(on_two, {"hardware": "l4"}, load_prices()).then
+    assert "1.00 times the measured time on L4" in same.basis
+    assert same.usd == pytest.approx(2 * same.machine_us / 3.6e9 * load_prices().price_of("L4").on_demand_usd)
+    one, two = (a_report(device_name="NVIDIA L4", tensor_parallel_size=size) for size in (1, 2))
+    ratios = [what_if(each, {"hardware": "l40s"}, load_prices()).then.machine_us for each in (one, two)]
+    assert ratios[0] != ratios[1], "exchanges do not get faster"
+    processes = what_if(a_report(device="cpu", tensor_parallel_size=2), {"hardware": "l4"}, load_prices()).then
+    assert processes.usd == pytest.approx(what_if(a_report(device="cpu"), {"hardware": "l4"}, load_prices()).then.usd)
+
+
 def test_quantization_is_compared_with_16_bit_weights_on_a_known_card():
     on_l4 = replace_model(a_report(device_name="NVIDIA L4"), "demo:target-awq")
     (saving,) = with_quantization(on_l4).savings

@@ -7,8 +7,8 @@ import torch
 
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import CudaCapture
-from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.parallel import group
+from pipeline.engine.params import EngineConfig, SamplingParams
 from pipeline.engine.startup import build
 from pipeline.errors import EnvironmentFailed
 from pipeline.kernels.ranks import ProcessRanks

@@ -8,6 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.bench.shapes import SHAPES
+from pipeline.demo import demo_model
+from pipeline.model.config import read_config
+from pipeline.model.sharding import exchanges_of_step
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import AWQ, DENSE, Ceilings, ExpertSize, StepLoad, step_seconds
 from pipeline.roofline.exchanges import (
@@ -36,6 +39,20 @@ def test_a_step_of_a_70b_model_exchanges_this() -> None:
     assert step_exchanges(1, 8, 1001, num_cards=8, num_tokens=1, num_rows=1)[-1].num_bytes == 2 * 8 * 126
 
 
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (8192, 3), (512, 0)])
+def test_the_engine_exchanges_what_the_cost_model_counts(num_tokens: int, num_rows: int) -> None:
+    config, num_cards = read_config(demo_model("target")), 2
+    size = config.size
+    counted = step_exchanges(size.layers, size.hidden, size.vocab, num_cards, num_tokens, num_rows)
+    done = exchanges_of_step(config, num_cards, num_tokens, num_rows, num_rows)
+    for kind, theirs, shares in (("all-reduce", "sum", 1), ("gather", "gather", num_cards)):
+        ours = [each for each in counted if each.kind == kind]
+        engine = [each for each in done if each.kind == theirs]
+        assert sum(each.count for each in ours) == len(engine)
+        num_bytes = sum(each.rows * each.width * shares * 2 for each in engine)
+        assert sum(each.count * each.num_bytes for each in ours) == num_bytes
+
+
 def test_an_all_reduce_takes_its_bytes_and_its_hops() -> None:
     link = Link(bytes_per_s=100e9, start_s=5e-6, hop_s=1e-6)
     found = all_reduce_seconds(4e6, 4, link)
@@ -47,6 +64,7 @@ def test_an_all_reduce_takes_its_bytes_and_its_hops() -> None:
     assert gather_seconds(4e6, 4, link) == pytest.approx(5e-6 + 1e-6 + 3e6 / 100e9)
     parts = [Exchange("all-reduce", 3, 4_000_000), Exchange("gather", 1, 4_000_000)]
     assert exchange_seconds(parts, 4, link) == pytest.approx(3 * found["ring"] + gather_seconds(4e6, 4, link))
+    assert exchange_seconds([Exchange("all-reduce", 3, 1000)], 8, link) == pytest.approx(3 * small["one_shot"])
 
 
 @given(num_bytes=st.floats(1, 1e9), num_cards=st.sampled_from([2, 4, 8]))

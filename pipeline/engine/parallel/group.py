@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pipeline.engine.parallel.plans import Arrays, PlanMemory, send
-from pipeline.errors import EnvironmentFailed, PipelineError, error_named
+from pipeline.errors import EnvironmentFailed, PipelineError, RankLost, error_named
 from pipeline.machine.interpreter import child_environment
 from pipeline.machine.out_of_memory import is_out_of_memory
 
@@ -81,8 +81,8 @@ class RankGroup:
         self._connections.append(Connection(ours.detach()))
 
     def start(self, specs: Sequence[object]) -> None:
-        """Send each rank what it needs to load its share, and wait until all processes run. Raises EnvironmentFailed if
-        one cannot."""
+        """Send each rank what it needs to load its share, and wait until all processes run. Raises RankLost if one
+        cannot."""
         for connection, spec in zip(self._connections, specs, strict=True):
             with contextlib.suppress(OSError):  # `wait` says why it ended
                 connection.send(spec)
@@ -90,7 +90,7 @@ class RankGroup:
         self.wait()
 
     def call(self, method: str, arrays: Arrays) -> None:
-        """Start a call on all ranks. Raises EnvironmentFailed if one is lost."""
+        """Start a call on all ranks. Raises RankLost if one is lost."""
         if self._unanswered:  # the caller was interrupted while it waited
             self.wait()
         try:
@@ -101,7 +101,7 @@ class RankGroup:
 
     def wait(self) -> None:
         """Wait until all ranks have answered the call. Raises MemoryError if one had too little memory for it,
-        EnvironmentFailed if one is lost."""
+        RankLost if one is lost."""
         failures = []
         while self._unanswered:
             rank = self._unanswered[0]
@@ -112,11 +112,9 @@ class RankGroup:
             del self._unanswered[0]
             if failure is not None:
                 failures.append((rank, *failure))
-        for rank, kind, text in failures:
-            if kind != OUT_OF_MEMORY:
-                raise self._error(rank, kind, text)
+        failures.sort(key=lambda failure: failure[1] == OUT_OF_MEMORY)  # other errors first
         if failures:
-            raise MemoryError(f"rank {failures[0][0]} of {self.size}: {failures[0][2]}")
+            raise self._error(*failures[0])
 
     def lost(self, error: Exception) -> Exception:
         """Return the reason of a failed exchange, once it is known, and end the group."""
@@ -131,10 +129,11 @@ class RankGroup:
             time.sleep(0.02)
         reason = self._reason or str(error)
         self._end(reason)
-        return EnvironmentFailed(f"tensor parallelism over {self.size} ranks ended: {reason}")
+        return RankLost(f"tensor parallelism over {self.size} ranks ended: {reason}")
 
     def _error(self, rank: int, kind: str, text: str) -> Exception:
-        return error_named(kind or EnvironmentFailed.__name__, f"rank {rank} of {self.size}: {text}")
+        text = f"rank {rank} of {self.size}: {text}"
+        return MemoryError(text) if kind == OUT_OF_MEMORY else error_named(kind or RankLost.__name__, text)
 
     def close(self) -> None:
         """End all other ranks."""

@@ -18,7 +18,7 @@ from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.parallel.group import RankGroup, failure_of
 from pipeline.engine.parallel.plans import PlanMemory
 from pipeline.engine.schedule.step_plan import StepInput
-from pipeline.errors import EnvironmentFailed
+from pipeline.errors import RankLost
 from pipeline.kernels.ranks import Exchange, ProcessRanks
 from pipeline.model.config import ModelConfig
 from pipeline.model.sharding import exchanges_of_step
@@ -69,7 +69,7 @@ class ParallelRunner:
         self._group.call(method, arrays)
         try:
             result = run()
-        except EnvironmentFailed:
+        except RankLost:
             raise
         except BaseException:
             self._group.wait()  # all ranks have taken part in the step
@@ -89,7 +89,7 @@ def serve(runner: ModelRunner, model: ModelConfig, ranks: ProcessRanks, memory: 
         failure = None
         try:
             share.answer(method, arrays)
-        except EnvironmentFailed:
+        except RankLost:
             raise
         except Exception as error:
             failure = failure_of(error)
@@ -156,11 +156,11 @@ class _ShareRunner:
         self._ranks.begin_step()
         try:
             return run()
-        except EnvironmentFailed:
+        except RankLost:
             raise
         except BaseException as error:
             if exchanges is None:
-                raise EnvironmentFailed(f"a captured step failed on rank {self._ranks.rank}: {error}") from error
+                raise RankLost(f"a captured step failed on rank {self._ranks.rank}: {error}") from error
             self._ranks.skip(exchanges, self._runner.decoder.dtype)
             raise
 

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.engine.params import Completion, Request
-from pipeline.errors import EnvironmentFailed, PipelineError
+from pipeline.errors import EnvironmentFailed, PipelineError, RankLost
 from pipeline.job.process.messages import Add, Crashed, Finished, FromEngine, Loading, Ready, Start, StartFailed, Worked
 from pipeline.machine.energy import EnergyMeter
 from pipeline.machine.host import now_us
@@ -155,6 +155,9 @@ def main(fd: int) -> None:
             engine = factory(start.config, report_loading)
             watch = QualityWatch(engine, reference)
         engine.warm_up()
+    except RankLost as error:  # as if this process had crashed: the supervisor starts another
+        connection.send(Crashed(str(error), out_of_memory=False))
+        os._exit(error.exit_code)
     except PipelineError as error:
         connection.send(StartFailed(type(error).__name__, str(error)))
         sys.exit(error.exit_code)
