@@ -49,8 +49,8 @@ class DeviceFit:
     kv_dtype, kv_bytes_per_token: of each device's share of the KV cache. sequences[i]: number of sequences of
     `MemoryTable.lengths[i]` tokens whose keys and values fit at once; 0 if the weights alone do not fit. speed: None if
     it is not known or no sequence fits. lacks: a feature that the job requires and the device lacks, so that a run
-    would fail; else empty. host_bytes: of weights in host memory, which weight_bytes excludes. copy_s: seconds in which
-    PCIe copies them, the minimum of a step; None if the card is unknown.
+    would fail; else empty. host_bytes: of each device's weights in host memory, which weight_bytes excludes. copy_s:
+    seconds in which PCIe copies them, the minimum of a step; None if the card is unknown.
     """
 
     name: str
@@ -135,7 +135,8 @@ class MemoryTable:
             if p.copy_s is not None:
                 floors.setdefault(p.copy_s, []).append(p.name)
         return [
-            f"    {shown_bytes(offloading[0].host_bytes)} more of the weights in host memory (engine.cpu_offload_gb);",
+            f"    {shown_bytes(max(p.host_bytes for p in offloading))} more of each card's weights in host memory "
+            "(engine.cpu_offload_gb);",
             "    a step takes at least the time that PCIe needs to copy them, by data sheet:",
             *(f"      {seconds * 1e3:,.3g} ms on {', '.join(names)}" for seconds, names in floors.items()),
         ]

@@ -63,8 +63,8 @@ class CardServing:
         )
 
     def offloaded(self, weights: Weights, size: DecoderSize) -> Weights:
-        """Return the weights with those in host memory. size: of a card's share. Raises ConfigError as
-        `offload_plan`."""
+        """Return the weights with those of each card in host memory. Raises ConfigError as `offload_plan`."""
+        size = size.local(self.tensor_parallel_size)
         linears = replace(weights, cached=False).resident_bytes(size) - 2 * size.head_parameters * DENSE_BYTES
         plan = offload_plan([int(linears / size.layers)] * size.layers, self.cpu_offload_gb)
         if plan is None:
@@ -83,9 +83,8 @@ def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
 def limits_on(card: Card, config: ModelConfig, serving: CardServing, weights_name: str | None = None) -> BatchLimits:
     """Return the rows and tokens of a step: the job's, else the engine's defaults. weights_name: see `on_card`."""
     forms = kinds_of_weights(config)
-    size = config.size.local(serving.tensor_parallel_size)
-    weights = serving.offloaded(forms[weights_name or _default_form(forms, serving)], size)
-    packed = replace(weights, cached=False).resident_bytes(size)
+    weights = serving.offloaded(forms[weights_name or _default_form(forms, serving)], config.size)
+    packed = replace(weights, cached=False).resident_bytes(config.size.local(serving.tensor_parallel_size))
     default = gpu_limits(card.memory_bytes, card.compute_capability, int(packed))
     seqs, tokens = serving.max_num_seqs, serving.max_num_batched_tokens
     if seqs is None:
@@ -111,7 +110,7 @@ def on_card(
     weights, size = forms[name], config.size
     try:
         limits = limits_on(card, config, serving, name)
-        weights = serving.offloaded(weights, size.local(serving.tensor_parallel_size))
+        weights = serving.offloaded(weights, size)
     except ConfigError as error:
         return OnCard(card.name, name, 0, 0, lacks=str(error))
     seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens

@@ -254,7 +254,7 @@ def test_weights_in_host_memory_are_not_on_the_card(tmp_path):
     h200 = table.places[1]
     assert h200.copy_s == 3 * layer / 64e9
     text = table.to_text()
-    assert "3.5 MB more of the weights in host memory (engine.cpu_offload_gb)" in text
+    assert "3.5 MB more of each card's weights in host memory (engine.cpu_offload_gb)" in text
     assert "0.0553 ms on H200, H100 80GB SXM\n" in text
     assert table.places[0].lacks == "engine.cpu_offload_gb needs a GPU"
     reason = "engine.cpu_offload_gb = 3.0: expected 0, or more than 2.4 MB"

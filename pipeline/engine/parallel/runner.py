@@ -69,8 +69,8 @@ class ParallelRunner:
         self._group.call(method, arrays)
         try:
             result = run()
-        except RankLost:
-            raise
+        except RankLost as error:
+            raise self._group.lost(error) from None
         except BaseException:
             self._group.wait()  # all ranks have taken part in the step
             raise
@@ -134,7 +134,7 @@ class _ShareRunner:
 
     def execute(self, step: StepInput, future: FutureTokens | None) -> torch.Tensor:
         if future is not None:
-            self._ranks.broadcast(future.token_ids_R)
+            self._broadcast(future.token_ids_R)
         exchanges = None if self._runner.is_captured(step) else self._exchanges(step, len(step.logit_row_R))
         return self._attempt(exchanges, lambda: self._runner.execute(step, future))
 
@@ -143,9 +143,16 @@ class _ShareRunner:
         return self._attempt(exchanges, lambda: self._runner.execute_and_read(step, row_N))
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
-        self._ranks.broadcast(hidden_RH)
+        self._broadcast(hidden_RH)
         exchanges = exchanges_of_step(self._model, self._ranks.size, 0, 0, len(hidden_RH) * self._has_head)
         return self._attempt(exchanges, lambda: self._runner.logits(hidden_RH))
+
+    @torch.inference_mode()
+    def _broadcast(self, x: torch.Tensor) -> None:
+        try:
+            self._ranks.broadcast(x)
+        except Exception as error:
+            raise RankLost(f"rank {self._ranks.rank}: {error}") from error
 
     def _exchanges(self, step: StepInput, num_last: int) -> list[Exchange]:
         sizes = len(step.token_id_T), num_last, len(step.logit_row_R) * self._has_head

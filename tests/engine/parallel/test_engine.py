@@ -103,6 +103,20 @@ def test_tasks_equal_those_of_one_rank(one: Engine, two: Engine) -> None:
         assert mine.result.values == pytest.approx(its.result.values, abs=1e-4)
 
 
+@pytest.mark.parametrize("name", ["greedy", "penalties"])
+def test_steps_one_ahead_send_the_tokens_in_flight(name: str, one: Engine, two: Engine) -> None:
+    """As on a GPU: the ranks get tokens that the leader has sampled, but not read."""
+    runner, drafts = two.runner, two.spec_decoder
+    assert isinstance(runner, ParallelRunner)
+    two.draft_as(None)
+    runner.is_asynchronous, two.runner = True, runner
+    try:
+        assert tokens(two.generate(PROMPTS, PARAMS[name])) == tokens(one.generate(PROMPTS, PARAMS[name]))
+    finally:
+        runner.is_asynchronous, two.runner = False, runner
+        two.draft_as(drafts)
+
+
 def test_a_draft_model_runs_on_the_leader() -> None:
     drafts = SpeculationConfig("draft_model", "demo:draft", 3, forced=True)
     with engine(1, speculation=drafts) as whole, engine(2, speculation=drafts) as shared:
