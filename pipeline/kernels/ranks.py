@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 dist: Any = torch.distributed  # process groups of its own: its global one belongs to the caller's program
 MEETING = timedelta(seconds=60)  # for all ranks to connect
-EXCHANGE = timedelta(days=1)  # a rank that waits for a lost one is ended by whoever notices that it is lost
+EXCHANGE = timedelta(days=1)  # the process that notices that a rank is lost ends those that wait for it
 
 
 class Exchange(NamedTuple):
@@ -60,7 +60,7 @@ ONE_RANK = OneRank()
 
 
 class ProcessRanks(OneRank):
-    """A rank of several processes on one machine. After an error of `lost`, no rank can go on."""
+    """A rank of several processes on one machine. An error of `lost` is final for all of them."""
 
     def __init__(
         self, rank: int, size: int, store: str, device: torch.device, lost: Callable[[Exception], Exception]

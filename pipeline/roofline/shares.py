@@ -41,8 +41,8 @@ MEASURED = Reached(
     # peer access tensors pass through the host's memory.
     nvlink=0.80,
     pcie=0.50,
-    # Assumed: copies of pinned memory reach about 25 of 32 GB/s over PCIe 4.
-    host_copy=0.80,
+    # Copies of pinned memory reach 54.6 of 64 GB/s over the H200's PCIe 5 (2026-11-27).
+    host_copy=0.85,
     # Latencies of NCCL's LL protocol, which it uses for small tensors, by its own table (`ncclTunerConstantsDefaults`
     # in src/graph/tuning.cc, commit 5067397c): 6.6 us for a ring, 0.6 us a hop over NVLink, 1.0 us over PCIe.
     exchange_s=6.6e-6,

@@ -55,7 +55,7 @@ def test_two_ranks_on_one_card(model: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_nccl_and_symmetric_memory_are_captured(tmp_path: Any) -> None:
-    """With one rank, so that the sum is the tensor itself."""
+    """One rank: the sum is the tensor itself."""
     ranks = ProcessRanks(0, 1, str(tmp_path / "store"), torch.device("cuda", 0), EnvironmentFailed)
     for rows in (8, 4096):
         x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)

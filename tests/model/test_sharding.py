@@ -73,7 +73,7 @@ def logits_of(load: Callable[[OneRank], LoadedModel], step: StepInput, size: int
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if not family.name.startswith("olmo")])
 def test_logits_of_every_family_equal_those_of_one_rank(name: str, tmp_path: Path) -> None:
-    """With 2 and 4 ranks; 12 heads over 4 ranks are an odd number each, and one or two KV heads are replicated."""
+    """12 heads over 4 ranks are an odd number each; one or two KV heads are replicated."""
     folder = checkpoint(tmp_path, name)
     config, step = config_of(folder), one_step()
     whole = logits_of(lambda ranks: load(folder, ranks, config), step, 1)

@@ -167,8 +167,8 @@ class RankGroup:
     def _look(self) -> None:
         for rank, process in enumerate(self._processes, 1):
             if self._reason is None and (code := process.poll()) is not None:
-                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                self._end(f"rank {rank} (process {process.pid}) ended with {how}")
+                ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                self._end(f"rank {rank} (process {process.pid}) ended with {ending}")
 
     def _end(self, reason: str) -> None:
         self._reason = self._reason or reason

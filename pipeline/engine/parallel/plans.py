@@ -29,21 +29,21 @@ class PlanMemory:
 
     def write(self, method: str, arrays: Arrays) -> bytes:
         """Copy the arrays, and return the message by which `read` finds them."""
-        places: list[tuple[str, tuple[int, ...], int] | None] = []
+        spans: list[tuple[str, tuple[int, ...], int] | None] = []
         at = 0
         for array in arrays:
             if array is None:
-                places.append(None)
+                spans.append(None)
                 continue
             np.ndarray(array.shape, array.dtype, self._bytes, at)[...] = array
-            places.append((array.dtype.str, array.shape, at))
+            spans.append((array.dtype.str, array.shape, at))
             at += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-        return pickle.dumps((method, places))
+        return pickle.dumps((method, spans))
 
     def read(self, message: bytes) -> tuple[str, list[np.ndarray | None]]:
         """Return the method, and views of the arrays, which are valid until the call is answered."""
-        method, places = pickle.loads(message)
-        return method, [place and np.ndarray(place[1], place[0], self._bytes, place[2]) for place in places]
+        method, spans = pickle.loads(message)
+        return method, [span and np.ndarray(span[1], span[0], self._bytes, span[2]) for span in spans]
 
 
 def send(connections: Sequence[Connection], memory: PlanMemory, method: str, arrays: Arrays) -> None:

@@ -107,7 +107,7 @@ def _num_threads(requested: int | None) -> int | None:
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """What a rank needs to load its share. resolved: with the leader's device. num_threads: of each rank."""
+    """Options by which a rank loads its share. resolved: with the rank's device. num_threads: of each rank."""
 
     config: EngineConfig
     folder: Path

@@ -105,7 +105,7 @@ def test_tasks_equal_those_of_one_rank(one: Engine, two: Engine) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "penalties"])
 def test_steps_one_ahead_send_the_tokens_in_flight(name: str, one: Engine, two: Engine) -> None:
-    """As on a GPU: the ranks get tokens that the leader has sampled, but not read."""
+    """The ranks get tokens that the leader has sampled, but not read, as on a GPU."""
     runner, drafts = two.runner, two.spec_decoder
     assert isinstance(runner, ParallelRunner)
     two.draft_as(None)
@@ -152,14 +152,16 @@ def test_ranks_end_with_a_killed_leader(tmp_path: Path) -> None:
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize(("sent", "told"), [(signal.SIGKILL, "ended with signal SIGKILL"), (signal.SIGSTOP, "stopped")])
-def test_a_lost_rank_ends_the_engine_within_seconds(sent: signal.Signals, told: str) -> None:
+@pytest.mark.parametrize(
+    ("sent", "reason"), [(signal.SIGKILL, "ended with signal SIGKILL"), (signal.SIGSTOP, "stopped")]
+)
+def test_a_lost_rank_ends_the_engine_within_seconds(sent: signal.Signals, reason: str) -> None:
     with engine(2) as built:
         (pid,) = processes(built)
         built.generate(PROMPTS[:2], PARAMS["greedy"])
         os.kill(pid, sent)
         began = time.monotonic()
-        with pytest.raises(EnvironmentFailed, match=rf"rank 1 \(process {pid}\) .*{told}"):
+        with pytest.raises(EnvironmentFailed, match=rf"rank 1 \(process {pid}\) .*{reason}"):
             built.generate(PROMPTS, PARAMS["greedy"])
         assert time.monotonic() - began < 20
 
