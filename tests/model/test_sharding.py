@@ -14,12 +14,12 @@ from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import quantized_on_load, resolve
 from pipeline.errors import ConfigError
-from pipeline.kernels.ranks import ONE_RANK, OneRank
+from pipeline.kernels.ranks import ONE_RANK, OneRank, ProcessRanks
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.load import as_stored
 from pipeline.model.sharding import exchanges_of_step
 from tests.adapters import write_adapter
-from tests.model.ranks import on_ranks
+from tests.model.ranks import ThreadRanks, on_ranks
 from tests.model_folders import FAMILIES, Family, draw_config, load_reference, write_checkpoint
 
 TOLERANCE = 1e-4  # sums are split
@@ -118,6 +118,22 @@ def test_exchanges_of_a_step_are_known_before(num_rows: int, tmp_path: Path) -> 
 
     for sent in on_ranks(2, run):
         assert [each for each in sent if each.rows] == exchanges_of_step(config, 2, NUM_TOKENS, num_rows, num_rows)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_hidden_states_are_the_same_bits_on_all_ranks(size: int, tmp_path: Path) -> None:
+    """Otherwise ranks would drift apart from layer to layer. gloo adds in one order for all."""
+    folder = checkpoint(tmp_path, "llama3")
+    config = config_of(folder)
+
+    def run(thread: ThreadRanks) -> torch.Tensor:
+        ranks = ProcessRanks(thread.rank, size, str(tmp_path / "store"), torch.device("cpu"), lambda error: error)
+        hidden_NH = load(folder, ranks, config).runner(4, 8, 256).execute_and_read(one_step(), np.arange(NUM_TOKENS))[1]
+        ranks.close()
+        return hidden_NH
+
+    first, *others = on_ranks(size, run)
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize(

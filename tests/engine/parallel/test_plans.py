@@ -6,7 +6,7 @@ from pipeline.engine.parallel.plans import PlanMemory
 
 
 def test_arrays_arrive_as_they_were() -> None:
-    """Both ends map the memory on their own."""
+    """The leader and the rank map the memory separately."""
     fd = PlanMemory.create(1 << 20)
     leader, rank = PlanMemory(fd), PlanMemory(fd)
     sent = [np.array([-1, 1 << 40]), None, np.arange(6, dtype=np.int32).reshape(2, 3)[:, 1:], np.array([], dtype=bool)]
