@@ -294,7 +294,7 @@ class EngineConfig:
     num_threads: CPU threads of this engine while it computes, at most one per processor; None: torch's current number.
     tensor_parallel_size: number of GPUs that compute each step together, each with a share of every layer; on a CPU,
     number of processes. See `engine/parallel/`. With `device` cuda:N they are cuda:N and the following ones. Sums are
-    split, so rounding differs from that of one GPU.
+    split, so rounding differs from that of one GPU. On GPUs this process ends if one of the others does.
     adapters: LoRA adapters that requests may use, by name: folders in PEFT's layout (texts or Paths), or Hugging Face
     ids. The draft model proposes without them.
     """

@@ -54,6 +54,7 @@ class RankGroup:
         """File through which the ranks find each other."""
         self._reason: str | None = None
         self._closed = False
+        self._is_raised = False  # the loss has been raised, so the device did not block this process
         self._unanswered: list[int] = []  # ranks that have not answered the last call
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -118,6 +119,7 @@ class RankGroup:
 
     def lost(self, error: Exception) -> Exception:
         """Return the reason of a failed exchange, once it is known, and end the group."""
+        self._is_raised = True
         deadline = time.monotonic() + REASON_S
         while time.monotonic() < deadline and self._reason is None:
             for rank, connection in enumerate(self._connections, 1):  # a rank that fails while loading says why
@@ -160,7 +162,10 @@ class RankGroup:
                 stopped_s[rank] = stopped_s[rank] + POLL_S if _is_stopped(process.pid) else 0.0
                 if stopped_s[rank] > STOPPED_S:
                     self._end(f"rank {rank} (process {process.pid}) was stopped for {STOPPED_S:g} s")
-        if self._exits_when_lost and not self._closed:
+        if self._closed or not self._exits_when_lost:
+            return
+        time.sleep(REASON_S)
+        if not self._closed and not self._is_raised:
             print(f"tensor parallelism over {self.size} ranks ended: {self._reason}", file=sys.stderr, flush=True)
             os._exit(EnvironmentFailed.exit_code)
 
