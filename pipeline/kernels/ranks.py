@@ -68,8 +68,8 @@ class ProcessRanks(OneRank):
         """store: path of a file that all ranks share and that does not exist before. lost: returns the error to raise
         when an exchange fails."""
         self.rank, self.size, self._lost = rank, size, lost
-        self.device, self.num_exchanged = device, 0
-        """Number of exchanges since `begin_step`."""
+        self.device = device
+        self.num_exchanged = 0  # since `begin_step`
         self._is_alone = False
         files = dist.FileStore(store, size)
         if device.type == "cuda":

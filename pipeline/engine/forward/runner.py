@@ -78,7 +78,8 @@ class ModelRunner:
 
     def is_captured(self, step: StepInput) -> bool:
         """Return whether `execute` replays a captured step."""
-        return self._graphs is not None and self._adapters_of(step) is None and self._graphs.supports(step)
+        has_adapters = step.adapter_S is not None and self.decoder.adapters is not None
+        return self._graphs is not None and not has_adapters and self._graphs.supports(step)
 
     def computed_rows(self, step: StepInput, row_N: np.ndarray) -> np.ndarray:
         """Return the tokens for which the last layer of `execute_and_read` computes more than keys and values."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from pipeline.engine.parallel.plans import Arrays, PlanMemory, send
+from pipeline.engine.parallel.plans import Arrays, PlanMemory
 from pipeline.errors import EnvironmentFailed, PipelineError, RankLost, error_named
 from pipeline.machine.interpreter import child_environment
 from pipeline.machine.out_of_memory import is_out_of_memory
@@ -82,10 +82,10 @@ class RankGroup:
         self._connections.append(Connection(ours.detach()))
 
     def start(self, specs: Sequence[object]) -> None:
-        """Send each rank what it needs to load its share, and wait until all processes run. Raises RankLost if one
-        cannot."""
+        """Send each rank the specification of its share, and wait until all processes run. Raises RankLost if one has
+        ended."""
         for connection, spec in zip(self._connections, specs, strict=True):
-            with contextlib.suppress(OSError):  # `wait` says why it ended
+            with contextlib.suppress(OSError):  # it has ended, and `wait` raises the reason
                 connection.send(spec)
         self._unanswered = [*range(1, self.size)]
         self.wait()
@@ -94,8 +94,10 @@ class RankGroup:
         """Start a call on all ranks. Raises RankLost if one is lost."""
         if self._unanswered:  # the caller was interrupted while it waited
             self.wait()
+        message = self._memory.write(method, arrays)
         try:
-            send(self._connections, self._memory, method, arrays)
+            for connection in self._connections:
+                connection.send_bytes(message)
         except OSError as error:
             raise self.lost(error) from None
         self._unanswered = [*range(1, self.size)]
@@ -122,7 +124,7 @@ class RankGroup:
         self._is_raised = True
         deadline = time.monotonic() + REASON_S
         while time.monotonic() < deadline and self._reason is None:
-            for rank, connection in enumerate(self._connections, 1):  # a rank that fails while loading says why
+            for rank, connection in enumerate(self._connections, 1):  # a rank that fails while loading sends its error
                 with contextlib.suppress(EOFError, OSError):
                     if connection.poll() and (failure := connection.recv()) is not None:
                         self._end(f"rank {rank} failed")

@@ -1,11 +1,9 @@
-"""Sends the arrays of a step to the other ranks: one copy into memory that all of them share, and one short message
-each."""
+"""Memory through which the other ranks get the arrays of a step: one copy for all of them."""
 
 import mmap
 import os
 import pickle
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -44,10 +42,3 @@ class PlanMemory:
         """Return the method, and views of the arrays, which are valid until the call is answered."""
         method, spans = pickle.loads(message)
         return method, [span and np.ndarray(span[1], span[0], self._bytes, span[2]) for span in spans]
-
-
-def send(connections: Sequence[Connection], memory: PlanMemory, method: str, arrays: Arrays) -> None:
-    """Send a call to all other ranks. Raises OSError if one has ended."""
-    message = memory.write(method, arrays)
-    for connection in connections:
-        connection.send_bytes(message)

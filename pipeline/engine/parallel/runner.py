@@ -79,7 +79,7 @@ class ParallelRunner:
 
 
 def serve(runner: ModelRunner, model: ModelConfig, ranks: ProcessRanks, memory: PlanMemory, leader: Connection) -> None:
-    """Answer the leader's calls until its connection closes. Raises the first error other than a lack of memory."""
+    """Answer the leader's calls until its connection closes; errors are answers too. Raises RankLost."""
     share = _ShareRunner(runner, model, ranks)
     while True:
         try:

@@ -149,8 +149,8 @@ def load_runner(
     step_bytes = 0  # on a CPU, where memory is not that tight
     shapes = captured_shapes(resolved, _max_mixed_tokens(target.config, resolved))
     if resolved.device.type == "cuda":
+        threads = spec.num_threads or torch.get_num_threads()
         for each, shape in zip(loaded, shapes):
-            threads = spec.num_threads or torch.get_num_threads()
             each.compile_kernels(resolved, shape, threads, log)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
