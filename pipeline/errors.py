@@ -12,7 +12,8 @@ The failure of a system is an exception of this tree. `cli/console.py` prints it
     │   └── OutputError          the output folder cannot be used
     ├── TooManyRowErrors      1  run.max_error_rate was exceeded
     ├── EnvironmentFailed     3  disk, store, actors; the job can be resumed
-    │   └── RankLost             another process of tensor parallelism ended
+    │   ├── RankLost             another process of tensor parallelism ended
+    │   └── EngineUnusable       the engine failed in a way that no restart of its process heals
     └── Interrupted          75  stopped by a signal; the job can be resumed
         └── LimitReached         by cost.budget_usd or run.max_runtime
 """
@@ -74,6 +75,10 @@ class RankLost(EnvironmentFailed):
     pass
 
 
+class EngineUnusable(EnvironmentFailed):
+    pass
+
+
 class Interrupted(PipelineError):
     exit_code = 75
 
@@ -113,6 +118,8 @@ class RowError(StrEnum):
     # structured_outputs that cannot be compiled, reach a dead end, or do not match the row's output
     GRAMMAR_ERROR = "grammar_error"
     CONTENT_FILTER = "content_filter"  # the server's filter rejected the prompt or ended the answer
+    REFUSED = "refused"  # the model on the server refused to answer; the message is its sentence
+    REJECTED = "rejected"  # the server rejects this request (status 402 to 405), and accepts others
     CONTROL_TOKENS = "control_tokens"  # the text holds control tokens of the tokenizer, which a server would parse
     SERVER_ERROR = "server_error"  # each try ended with an error of the server, or an answer without the right form
     ENGINE_FAILURE = "engine_failure"  # the row repeatedly crashed the engine's process

@@ -24,7 +24,9 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
     from pipeline.job.running.sample import read_sample
 
     run_id = report.runs[-1].run_id
-    rows = list(read_sample(PartStore(config.output.path, storage_for(config.output.path, config.storage)), run_id))
+    rows = list(
+        read_sample(PartStore(config.output.path, storage_for(config.output.path, config.storage_options)), run_id)
+    )
     if as_json:
         return print_json({**report.to_json(), "sample": [asdict(row) for row in rows]})
     shown = (

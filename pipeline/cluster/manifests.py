@@ -214,11 +214,11 @@ def _check(config: JobConfig, shipped: ShippedJob) -> None:
             f"kubernetes.gpus {kubernetes.gpus}: engine.tensor_parallel_size {size} needs as many in each worker pod; "
             "raise kubernetes.gpus"
         )
-    for prefix, options in config.storage.items():
+    for prefix, options in config.storage_options.items():
         if secrets_of(options):
             raise ConfigError(
-                f"storage.{prefix}: contains a secret, which a manifest must not. Store it in a Kubernetes secret as "
-                "environment variables, and reference that under envFrom in kubernetes.patch"
+                f"storage_options.{prefix}: contains a secret, which a manifest must not. Store it in a Kubernetes "
+                "secret as environment variables, and reference that under envFrom in kubernetes.patch"
             )
     for key, path in shipped.made_absolute.items():
         raise ConfigError(

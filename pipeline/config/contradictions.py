@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import FROM_LINES
-from pipeline.config.sections.backend import BackendSection
 from pipeline.config.sections.prompt import SOURCES
+from pipeline.config.sections.server import ServerSection
 from pipeline.config.sections.task import KEYS_OF
 from pipeline.config.values import FromColumn
 from pipeline.data.requests.request_row import CUSTOM_ID
@@ -33,10 +33,10 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
         yield from _with_requests(job, written.get("prompt"))
     yield from _check_adapters(job)
     yield from _check_ranks(job)
-    if job.engine.backend is not None:
-        yield from _with_backend(job, job.engine.backend)
+    if job.server is not None:
+        yield from _with_server(job, job.server)
     elif job.cost.usd_per_million is not None:
-        yield "cost.usd_per_million", "needs engine.backend; the price of our engine is hourly_usd"
+        yield "cost.usd_per_million", "needs a server; the price of our engine is hourly_usd"
     if job.task.type == "generate":
         yield from _equal_samples(job)
     else:
@@ -44,11 +44,11 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
 
 
 def _check_storage(job: JobKeys) -> Iterator[Contradiction]:
-    used = {storage_prefix(url, job.storage) for url in job.urls.values()}
-    for prefix in job.storage.keys() - used:
+    used = {storage_prefix(url, job.storage_options) for url in job.urls.values()}
+    for prefix in job.storage_options.keys() - used:
         urls = ", ".join(f"{key} {url!r}" for key, url in job.urls.items())
         reason = f"matches no path of this job; expected the beginning of one of: {shown_url(urls)}"
-        yield f"storage.{shown_url(prefix)}", reason
+        yield f"storage_options.{shown_url(prefix)}", reason
 
 
 def _check_adapters(job: JobKeys) -> Iterator[Contradiction]:
@@ -105,37 +105,37 @@ def _with_requests(job: JobKeys, prompt: object) -> Iterator[Contradiction]:
         yield "input.columns", f"must include {CUSTOM_ID}, which identifies each answer"
 
 
-def _with_backend(job: JobKeys, backend: BackendSection) -> Iterator[Contradiction]:
+def _with_server(job: JobKeys, server: ServerSection) -> Iterator[Contradiction]:
     """Check a job whose rows a server computes."""
-    unused = "has no effect with engine.backend; give the server its own options, and remove it"
-    for name in sorted(job.engine.model_fields_set - {"backend", "max_num_seqs"}):
+    unused = "has no effect with a server; give the server its own options, and remove it"
+    for name in sorted(job.engine.model_fields_set - {"max_num_seqs"}):
         yield f"engine.{name}", unused
     for name in sorted(job.speculation.model_fields_set):
         yield f"speculation.{name}", unused
     if job.model.quantization != "none":
         yield "model.quantization", unused
     if job.model.adapters:
-        yield "model.adapters", "is not supported with engine.backend; name the server's adapter as the backend's model"
+        yield "model.adapters", "is not supported with a server; name the server's adapter as server.model"
     if job.task.type not in ("generate", "embed"):
-        yield "task.type", f"{job.task.type} is not supported with engine.backend; expected generate or embed"
+        yield "task.type", f"{job.task.type} is not supported with a server; expected generate or embed"
     for name in ("pooling", "normalize"):
         if name in job.task.model_fields_set:
             yield f"task.{name}", unused
     if job.task.type == "embed" and (job.prompt.messages is not None or job.prompt.chat is not None):
         key = "messages" if job.prompt.messages is not None else "chat"
-        yield f"prompt.{key}", "is not supported with engine.backend and task embed, which sends texts; use template"
+        yield f"prompt.{key}", "is not supported with a server and task embed, which sends texts; use template"
     if job.task.type == "embed" and job.task.dimensions is None:
-        yield "task.dimensions", "required with engine.backend: the length of the server's vectors"
+        yield "task.dimensions", "required with a server: the length of the server's vectors"
     if job.sampling.prompt_logprobs is not None:
-        yield "sampling.prompt_logprobs", "is not supported with engine.backend; remove it"
+        yield "sampling.prompt_logprobs", "is not supported with a server; remove it"
     if job.sampling.generation_config == "model":
         yield "sampling.generation_config", "model needs the checkpoint, which the server has; write the values"
     if job.quality.sample > 0:
-        yield "quality.sample", "is not supported with engine.backend; remove it"
+        yield "quality.sample", "is not supported with a server; remove it"
     if job.prompt.chat is not None and job.prompt.chat.template is not None:
         yield "prompt.chat.template", unused
-    if backend.url is not None and job.run.actors != 1:
-        yield "run.actors", "must be 1 with engine.backend.url: one engine keeps all servers busy"
+    if server.url is not None and job.run.actors != 1:
+        yield "run.actors", "must be 1 with server.url: one engine keeps all servers busy"
 
 
 def _equal_samples(job: JobKeys) -> Iterator[Contradiction]:
@@ -174,11 +174,10 @@ def rules_for_editors(schema: dict[str, Any]) -> None:
     schema["required"] = [name for name in schema["required"] if name not in ("prompt", "model")]
     others = [name for name in KEYS_OF if name != "generate"]
     is_other = {"anyOf": [{"enum": others}, {"properties": {"type": {"enum": others}}, "required": ["type"]}]}
-    has_backend = {"properties": {"backend": {"type": "object"}}, "required": ["backend"]}
     schema["allOf"] = [
         {
             "if": {"properties": {"task": is_other}, "required": ["task"]},
             "then": {"properties": {"sampling": {"maxProperties": 0}}},
         },
-        {"if": {"properties": {"engine": has_backend}, "required": ["engine"]}, "else": {"required": ["model"]}},
+        {"if": {"properties": {"server": {"type": "object"}}, "required": ["server"]}, "else": {"required": ["model"]}},
     ]

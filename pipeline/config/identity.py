@@ -11,32 +11,38 @@ from pydantic import BaseModel
 from pipeline.config.keys import JobKeys
 from pipeline.config.mistakes import model_of
 from pipeline.data.source import WINDOW_BYTES
-from pipeline.data.units import UNIT_TOKENS
+from pipeline.data.units import CUT_VERSION, UNIT_TOKENS
 from pipeline.stores.redaction import shown_url
 
 
-def identity_of(job: JobKeys) -> dict[str, Any]:
+def identity_of(job: JobKeys, only_set: bool = False) -> dict[str, Any]:
     """Return what identifies a job, from the job file alone. `job/planning/fingerprint.py` adds the digests of the
     input's files, the model and the chat template, and the date passed to a chat template.
 
-    Paths are left out: data copied elsewhere is the same data. The constants that cut windows and units are included,
-    since parts of different cuts do not fit together.
+    Paths are left out: data copied elsewhere is the same data. The version and the constants of the cut into windows
+    and units are included, since parts of different cuts do not fit together. only_set: leave out values that equal
+    their defaults, so that a key which a later version adds changes nothing where it is not set.
     """
-    identity = job.model_dump(mode="json", include=_marked(JobKeys, "identity"))
-    identity["sampling"]["seed"] = job.seed
-    return identity | {"cut": {"window_bytes": WINDOW_BYTES, "unit_tokens": UNIT_TOKENS}}
+    identity = _dump(job, "identity", only_set)
+    identity.setdefault("sampling", {})["seed"] = job.seed
+    return identity | {"cut": {"version": CUT_VERSION, "window_bytes": WINDOW_BYTES, "unit_tokens": UNIT_TOKENS}}
 
 
-def numerics_of(job: JobKeys) -> dict[str, Any]:
-    """Return the keys that may change tokens by rounding, as configured; the fingerprint resolves `device: auto`."""
-    numerics = job.model_dump(mode="json", include=_marked(JobKeys, "numerics"))
-    numerics["engine"]["device"] = job.engine.device.partition(":")[0]
+def numerics_of(job: JobKeys, only_set: bool = False) -> dict[str, Any]:
+    """Return the keys that may change tokens by rounding, as configured; the fingerprint resolves `device: auto`.
+    only_set: as in `identity_of`."""
+    numerics = _dump(job, "numerics", only_set)
+    numerics.setdefault("engine", {})["device"] = job.engine.device.partition(":")[0]
     return numerics
 
 
 def free_of(job: JobKeys) -> dict[str, Any]:
     """Return the keys that may change from run to run, without secrets: no storage options, no passwords in urls."""
-    return _shown(job.model_dump(mode="json", include=_marked(JobKeys, "free")))
+    return _shown(_dump(job, "free", only_set=False))
+
+
+def _dump(job: JobKeys, mark: str, only_set: bool) -> dict[str, Any]:
+    return job.model_dump(mode="json", include=_marked(type(job), mark), exclude_defaults=only_set)
 
 
 def _marked(section: type[BaseModel], mark: str) -> dict[str, Any]:
@@ -47,8 +53,9 @@ def _marked(section: type[BaseModel], mark: str) -> dict[str, Any]:
         extra = field.json_schema_extra
         own = extra.get("resume", "free") if isinstance(extra, dict) else "free"
         inner = model_of(field.annotation)
-        if inner is not None and own != "hidden" and (section is JobKeys or _marked(inner, "identity")):
-            if section is JobKeys or own in (mark, "free"):
+        is_top = issubclass(section, JobKeys)
+        if inner is not None and own != "hidden" and (is_top or _marked(inner, "identity")):
+            if is_top or own in (mark, "free"):
                 included[name] = _marked(inner, mark)
         elif own == mark:
             included[name] = True

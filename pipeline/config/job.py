@@ -19,9 +19,8 @@ from pipeline.engine.params import EngineConfig
 
 def _with_model(raw: Any) -> Any:
     """Return the job file with a model: a server may be the only one that knows it."""
-    engine = raw.get("engine") if isinstance(raw, dict) else None
-    has_backend = isinstance(engine, dict) and engine.get("backend") is not None
-    return {**raw, "model": {"path": NO_CHECKPOINT}} if has_backend and raw.get("model") is None else raw
+    has_server = isinstance(raw, dict) and raw.get("server") is not None
+    return {**raw, "model": {"path": NO_CHECKPOINT}} if has_server and raw.get("model") is None else raw
 
 
 class JobConfig(JobKeys):
@@ -72,5 +71,5 @@ class JobConfig(JobKeys):
             speculation=self.speculation.engine_config(draft_path) if generates else "off",
             num_threads=num_threads,
             adapters=adapters or {},
-            **self.engine.model_dump(exclude={"backend"}),
+            **self.engine.model_dump(),
         )

@@ -16,6 +16,7 @@ from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.run import RunSection
 from pipeline.config.sections.sampling import SamplingSection
+from pipeline.config.sections.server import ServerSection
 from pipeline.config.sections.speculation import BareMethod, SpeculationSection
 from pipeline.config.sections.task import BareTask, TaskSection
 from pipeline.config.values import HIDDEN, ConfigSection, ModelPath, or_word
@@ -47,7 +48,7 @@ class JobKeys(ConfigSection):
         examples=[{"date": {"today": "Europe/Berlin"}}],
         json_schema_extra=HIDDEN,
     )
-    storage: dict[UrlPrefix, dict[str, Any]] = Field(
+    storage_options: dict[UrlPrefix, dict[str, Any]] = Field(
         default={},
         repr=False,
         description="fsspec options, such as a profile or an endpoint, by url prefix: a protocol (s3) or the beginning "
@@ -61,7 +62,7 @@ class JobKeys(ConfigSection):
         examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
     )
     model: Annotated[ModelSection, or_word(WORDS["model"], ModelSection, ModelPath)] = Field(
-        description="Checkpoint. A bare word is its path: `model: Qwen/Qwen3-4B`. With engine.backend it is optional: "
+        description="Checkpoint. A bare word is its path: `model: Qwen/Qwen3-4B`. With server it is optional: "
         "only its tokenizer is used.",
         examples=["Qwen/Qwen3-4B", {"path": "Qwen/Qwen3-4B"}],
     )
@@ -72,6 +73,12 @@ class JobKeys(ConfigSection):
     )
     engine: EngineSection = Field(
         default=EngineSection(), description="Engine settings.", examples=[{"dtype": "bfloat16"}]
+    )
+    server: ServerSection | None = Field(
+        default=None,
+        description="A server with OpenAI's API instead of our own engine. Of the section engine, only max_num_seqs "
+        "applies to it.",
+        examples=[{"url": "http://localhost:8000/v1"}],
     )
     speculation: Annotated[SpeculationSection, or_word(WORDS["speculation"], SpeculationSection, BareMethod)] = Field(
         default=SpeculationSection(),

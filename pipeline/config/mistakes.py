@@ -65,9 +65,9 @@ FORMER: dict[str, str] = {
     "score": "write task: {type: score, completion: ...}",
     "embed": "write task: {type: embed, ...}",
     "classify": "write task: {type: classify, ...}",
-    "input.storage": "write storage: {s3: {...}}, by the prefix of the url",
-    "model.storage": "write storage: {s3: {...}}, by the prefix of the url",
-    "output.storage": "write storage: {s3: {...}}, by the prefix of the url",
+    "input.storage": "write storage_options: {s3: {...}}, by the prefix of the url",
+    "model.storage": "write storage_options: {s3: {...}}, by the prefix of the url",
+    "output.storage": "write storage_options: {s3: {...}}, by the prefix of the url",
     "model.trust": "code from a checkpoint is never run: remove it",
     "prompt.defaults": "named prompt.fill_null now",
     "prompt.max_bytes": "a constant now, 8 MiB; engine.max_model_len limits a prompt's tokens",
@@ -187,7 +187,7 @@ def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
 
 def _shown(value: object, path: KeyPath) -> str:
     """Return a short form of a value for a message, without secrets."""
-    if path[:1] == ("storage",):
+    if path[:1] == ("storage_options",):
         return "another kind of value"
     if value is None:
         return "nothing"

@@ -128,7 +128,7 @@ def _no_login(path: str) -> str:
     scheme, _, rest = path.partition("://")
     if rest and scheme in ("s3", "s3a", "gs", "gcs") and "@" in rest.partition("/")[0]:
         raise ValueError(
-            "a bucket's url cannot contain a user or password: put them under `storage`, or in the environment"
+            "a bucket's url cannot contain a user or password: put them under `storage_options`, or in the environment"
         )
     return path
 

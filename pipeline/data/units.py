@@ -31,6 +31,7 @@ OWN_FIELDS = (
     pa.field("_adapter", pa.string()),  # from `RowAdapters`, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
+CUT_VERSION = 1  # raise it when a change of the code cuts the same input into other units
 UNIT_TOKENS = 100_000  # approximate max tokens of a unit: a minute of work
 MAX_STRETCH_BYTES = 1 << 30  # an Arrow string column holds at most 2 GiB
 MAX_BUDGET = 1 << 20  # limit of a row's max_tokens when estimating the size of a unit

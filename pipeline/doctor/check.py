@@ -50,7 +50,7 @@ class Setup:
     def of_job(cls, job: JobConfig) -> "Setup":
         model = None if job.model.path == NO_CHECKPOINT else job.model.path
         paths = (model, job.input.path, job.output.path)
-        return cls(*paths, job.storage, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
+        return cls(*paths, job.storage_options, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
 
     @property
     def torch_device(self) -> "torch.device":

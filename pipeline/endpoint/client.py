@@ -92,11 +92,11 @@ class Client:
         except TimeoutError:
             raise Disconnected(f"no answer in {PROBE_TIMEOUT_S:.0f} s") from None
         except Unsupported as error:
-            raise ConfigError(f"engine.backend: {self.shown}: the first request failed: {error}") from None
+            raise ConfigError(f"server: {self.shown}: the first request failed: {error}") from None
         except AllRejected as refused:
             key = "api_key" if refused.status in (401, 402, 403) else "model" if config.serve else "url"
             reason = f"{self.shown}: status {refused.status}: {self._redacted(refused)}"
-            raise ConfigError(f"engine.backend.{key}: {reason}") from None
+            raise ConfigError(f"server.{key}: {reason}") from None
         self.progress_s = time.monotonic()
 
     async def complete(self, request: EndpointRequest, added_us: int) -> Completion:
@@ -156,7 +156,7 @@ class Client:
         status, headers, raw, _ = await self._post(self._body(request, False), False)
         done = self._completion_of(status, headers, raw, request)
         if done.error is not None:
-            raise ConfigError(f"engine.backend: {self.shown}: the first request failed: {done.error_message}")
+            raise ConfigError(f"server: {self.shown}: the first request failed: {done.error_message}")
         return str(json.loads(raw).get("model") or "")
 
     def _completion_of(
@@ -204,7 +204,7 @@ class Client:
             raise BadAnswer(self._redacted(f"{self.shown}/models: status {status}: {message_of(raw)}")) from None
         if len(names) != 1:
             found = ", ".join(names[:20]) or "none"
-            raise ConfigError(f"engine.backend.model: required, since {self.shown} has {len(names)} models: {found}")
+            raise ConfigError(f"server.model: required, since {self.shown} has {len(names)} models: {found}")
         return names[0]
 
     async def _find_version(self) -> str:

@@ -144,7 +144,7 @@ class EndpointEngine:
                 raise EnvironmentFailed(f"The server ended while starting. Its last lines:\n{self._server.tail()}")
             if time.monotonic() >= deadline_s:
                 raise EnvironmentFailed(
-                    f"No server answered within {self._config.start_timeout_s:,.0f} s (engine.backend.start_timeout). "
+                    f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). "
                     f"{'; '.join(filter(None, reasons))}"
                 )
             line = self._server.last_line if self._server is not None else ""
@@ -157,7 +157,7 @@ class EndpointEngine:
         if not reason and client not in self._up:
             others = {other.answered_model for other in self._clients if other.answered_model}
             if len(others) > 1:
-                raise ConfigError(f"engine.backend.url: the servers have different models: {', '.join(sorted(others))}")
+                raise ConfigError(f"server.url: the servers have different models: {', '.join(sorted(others))}")
             self._up.append(client)
         return reason
 
@@ -173,7 +173,7 @@ class EndpointEngine:
         model, version = self._config.expected_model, self._config.expected_version
         if model is not None and model != client.answered_model:
             raise ConfigError(
-                f"engine.backend: {client.shown} serves {client.answered_model!r}, and the output was begun with "
+                f"server: {client.shown} serves {client.answered_model!r}, and the output was begun with "
                 f"{model!r}; start a server with that model, or choose a new output.path"
             )
         if model is not None and version != client.version:
@@ -325,5 +325,5 @@ class EndpointEngine:
 def _control_message(request: EndpointRequest) -> str:
     return (
         f"the text holds {request.control_token!r}, which the server would parse as a control token; remove it from "
-        "the data, or set engine.backend.allow_control_tokens"
+        "the data, or set server.allow_control_tokens"
     )

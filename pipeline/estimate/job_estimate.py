@@ -12,7 +12,7 @@ from math import ceil
 from typing import Any
 
 from pipeline.config import JobConfig
-from pipeline.config.sections.backend import BackendSection
+from pipeline.config.sections.server import ServerSection
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import UNIT_TOKENS
 from pipeline.engine.startup.batch_limits import max_default_seqs
@@ -91,9 +91,9 @@ def estimate_job(
 
     Raises what planning a run raises, and ConfigError for an unknown card, or for options that a server does not have.
     """
-    backend = config.engine.backend
-    if backend is not None:
-        _check_options(backend, hardware, actors, prices)
+    server = config.server
+    if server is not None:
+        _check_options(server, hardware, actors, prices)
     cards = [find_card(name, "--hardware") for name in hardware] or list(load_cards())
     price_list = prices or load_prices(FILE)
     if probe:
@@ -101,14 +101,14 @@ def estimate_job(
         run_job(config, sample=probe)
     plan = make_plan(config, resolve_device(config), log=log)
     job = plan.job
-    store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
+    store = PartStore(config.output.path, storage_for(config.output.path, config.storage_options))
     history = recall(plan)
     rows_left = plan.num_rows - _rows_done(store, plan)
     counts = tuple(actors) or (plan.job.config.run.pool[1],)
     if not plan.num_rows:
         raise ConfigError(f"input.path {shown_url(config.input.path)}: has no rows, so there is nothing to plan")
     runs_before = len(load_runs(store)) if store.folder.read(JOB) is not None else 0
-    if backend is not None:
+    if server is not None:
         return estimate_on_server(plan, history, rows_left, runs_before, counts, sample)
     tokenize = job.tokenize(Tokenizer.from_folder(str(job.checkpoint), job.chat_template), wall_time())
     block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
@@ -146,19 +146,19 @@ def estimate_job(
 
 def save_estimate(config: JobConfig, estimate: Estimate) -> None:
     """Save the estimate in the job's output, for the report of the next run."""
-    store = PartStore(config.output.path, storage_for(config.output.path, config.storage))
+    store = PartStore(config.output.path, storage_for(config.output.path, config.storage_options))
     store.folder.replace(PLAN, json.dumps(estimate.to_json(), indent=1).encode())
 
 
 def _check_options(
-    backend: BackendSection, hardware: Sequence[str], actors: Sequence[int], prices: PriceList | None
+    server: ServerSection, hardware: Sequence[str], actors: Sequence[int], prices: PriceList | None
 ) -> None:
     """Raise ConfigError for options of our own engine."""
     for flag, value in (("--hardware", hardware), ("--prices", prices)):
         if value:
-            raise ConfigError(f"{flag}: has no effect with engine.backend, whose hardware is the server's; remove it")
-    if backend.url is not None and any(count > 1 for count in actors):
-        raise ConfigError("--actors: must be 1 with engine.backend.url: one engine keeps all servers busy")
+            raise ConfigError(f"{flag}: has no effect with a server, whose hardware is the server's; remove it")
+    if server.url is not None and any(count > 1 for count in actors):
+        raise ConfigError("--actors: must be 1 with server.url: one engine keeps all servers busy")
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def _prepare(
     config: JobConfig, every: Sequence[ModelVariant], params: SamplingParams, expected: str | None, log: Log
 ) -> tuple[list[_Model], Samples]:
     """Return the models, after checking that their tokenizers match the first one's, and the texts."""
-    folders = [resolve_model(s.path, config.storage, log) for s in every]
+    folders = [resolve_model(s.path, config.storage_options, log) for s in every]
     models = [quantized_on_load(read_config(folder), s.quantization) for folder, s in zip(folders, every)]
     log(f"reading {shown_url(config.input.path)}")
     prompts = resolve_prompts(config, folders[0])

@@ -64,7 +64,7 @@ def complete(
         )
     if config.task.type != "generate":
         raise ConfigError(f"task: {config.task.type} is supported only in jobs; here prompts are completed")
-    log(f"loading {shown_url(config.model.path)}" if config.engine.backend is None else "connecting to the server")
+    log(f"loading {shown_url(config.model.path)}" if config.server is None else "connecting to the server")
     job = resolve_rows(config, prompts.columns, log)
     schema = _schema(prompts, job, log) if saved is not None else None
     began, to_save = time.monotonic(), []

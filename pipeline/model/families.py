@@ -468,7 +468,7 @@ _REASONS = {
 }
 UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
 """By model_type: why it is not supported."""
-ON_A_SERVER = "A server may run it (docs/servers.md); in the job file: engine: {backend: {serve: [vllm, serve, MODEL]}}"
+ON_A_SERVER = "A server may run it (docs/servers.md); in the job file: server: {serve: [vllm, serve, MODEL]}"
 
 _EXPERT_KEYS = "num_experts", "n_routed_experts", "num_local_experts"  # names of the same, in families and versions
 

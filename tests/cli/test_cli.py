@@ -189,7 +189,10 @@ def test_a_job_with_input_and_output_in_a_store(work, pipe, aws, monkeypatch):
         for name in ("config.json", "tokenizer.json"):
             bucket.upload(work / "model" / name, f"model/{name}")
         storage = json.dumps(dict(bucket.storage))
-        job = JOB.replace("path: data,", f"path: '{bucket.url('in')}',") + f"storage: {{'s3://bucket': {storage}}}\n"
+        job = (
+            JOB.replace("path: data,", f"path: '{bucket.url('in')}',")
+            + f"storage_options: {{'s3://bucket': {storage}}}\n"
+        )
         job = job.replace("path: out", f"path: '{bucket.url('out')}'")
         job = job.replace("path: demo", "path: model").replace("sampling:", "run: {max_error_rate: 1}\nsampling:")
         (work / "job.yaml").write_text(job)

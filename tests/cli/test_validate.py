@@ -114,7 +114,7 @@ def test_validate_lists_all_mistakes_of_the_data(refused):
     ("engine.max_model_len=2048", "--set: engine.max_model_len: 2048 exceeds the 1,024 positions of demo"),
     ("engine.max_model_len=1024", None),
     ("model={path: demo:target-awq, quantization: int8}", "int8, but demo:target-awq is quantized already"),
-    ("storage={s3: {anon: true}}", "storage.s3: matches no path of this job"),
+    ("storage_options={s3: {anon: true}}", "storage_options.s3: matches no path of this job"),
 ])  # fmt: skip
 def test_validate_checks_data_model_and_output(pipe, work, setting: str, expected: str | None):
     assert (expected or "") in validated(pipe, 2 if expected else 0, setting)

@@ -70,7 +70,7 @@ def test_a_full_job(job):
     config = job(
         "name: full\n"
         "input: {path: 's3://b/*.parquet', columns: [id, text], limit: 10}\n"
-        "storage: {s3: {key: k}}\n"
+        "storage_options: {s3: {key: k}}\n"
         "prompt: {template: '{title}: {text} {{x}} {title}',\n"
         "         chat: {system: Be brief., template_kwargs: {a: false}}}\n"
         "model: org/name\n"
@@ -100,7 +100,7 @@ def test_every_engine_and_sampling_option_reaches_the_engine(job):
     config = job()
     not_in_jobs = {"model", "adapters", "quantization", "speculation", "num_threads"}  # or in another section
     not_in_jobs |= {"block_size", "kernels", "enable_prefix_caching", "seed"}  # for measuring and tests
-    assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields) - {"backend"}
+    assert set(EngineConfig.__dataclass_fields__) - not_in_jobs == set(type(config.engine).model_fields)
     of_jobs_alone = {"generation_config"}
     assert set(SamplingParams.__dataclass_fields__) == set(type(config.sampling).model_fields) - of_jobs_alone
 
@@ -267,7 +267,7 @@ ADDED = [
         "expected a duration, such as 90 s, 30 min, 6 h or 1 h 30 min; got '5 weeks'",
     ),
     ("run: {max_runtime: 0 s}\n", "run.max_runtime: expected more than 0"),
-    ("storage: {s3: {profile: lab}}\n", "storage.s3: matches no path of this job"),
+    ("storage_options: {s3: {profile: lab}}\n", "storage_options.s3: matches no path of this job"),
     ("run: [actors]\n", "expected `key: value` lines; got a list of 1"),
     ("name: 5\n", "expected text; got 5\n    Quote it to make it text."),
 ]
@@ -304,7 +304,9 @@ def test_refused(mistakes, text: str):
 STORES = MINIMAL.replace("path: data", "path: 'ftp://user:hunter2@host/x'").replace("path: out", "path: 's3://b/out'")
 STORES = STORES.replace("path: demo", "path: 's3://models/m'")
 STORES += "speculation: {method: draft_model, model: 's3://models2/d'}\n"
-STORES += "storage: {ftp: {secret: hunter2}, s3: {profile: all}, 's3://models/': {key: hunter2, secret: hunter2}}\n"
+STORES += (
+    "storage_options: {ftp: {secret: hunter2}, s3: {profile: all}, 's3://models/': {key: hunter2, secret: hunter2}}\n"
+)
 
 
 def test_the_longest_prefix_of_a_url_gives_its_options(job):
@@ -314,7 +316,7 @@ def test_the_longest_prefix_of_a_url_gives_its_options(job):
         (config.input.path, {"secret": "hunter2"}), ("s3://b/out", profile), ("s3://models", keys),
         ("s3://models/m", keys), ("s3://models2/d", profile), ("gs://models/m", {}), ("models/m", {}),
     ):  # fmt: skip
-        assert storage_for(path, config.storage) == options, path
+        assert storage_for(path, config.storage_options) == options, path
 
 
 def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
@@ -322,10 +324,14 @@ def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
     assert "hunter2" not in repr(config).replace("ftp://user:hunter2@", "")
     assert "storage" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
     assert "hunter2" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
-    found = "\n".join(mistakes(text=MINIMAL + "storage: {s3: hunter2}\n"))
-    assert "storage.s3" in found
+    found = "\n".join(mistakes(text=MINIMAL + "storage_options: {s3: hunter2}\n"))
+    assert "storage_options.s3" in found
     assert "hunter2" not in found
-    for setting in ("storage.s3.secret hunter2", "storage.=hunter2", "storage={secret: [hunter2}"):
+    for setting in (
+        "storage_options.s3.secret hunter2",
+        "storage_options.=hunter2",
+        "storage_options={secret: [hunter2}",
+    ):
         assert "hunter2" not in "\n".join(mistakes(text=STORES, sets=[setting]))
 
 
@@ -403,10 +409,10 @@ def test_each_change_is_of_the_identity_the_numerics_or_free(job, change, identi
 def test_every_key_is_of_one_class(job):
     """Each field of a section is in the identity, the numerics or the record of free keys, except fields that may hold
     a secret, and the file of a chat template, whose text is in the identity."""
-    text = MINIMAL.replace("column: text", "column: text, chat: true")
+    text = MINIMAL.replace("column: text", "column: text, chat: true") + "server: {url: 'http://localhost:8000'}\n"
     parts = [free_of(job(text)), numerics_of(job(text)), identity_of(job(text))]
     seen = {f"{name}.{key}" for part in parts for name in part if isinstance(part[name], dict) for key in part[name]}
-    hidden = {"run.notify"}
+    hidden = {"run.notify", "server.api_key"}
     for name, field in JobConfig.model_fields.items():
         section = section_at(JobConfig, (name,))
         if section is not None and name != "kubernetes":
@@ -446,8 +452,8 @@ def test_another_gpu_of_the_machine_is_the_same_numerics(job):
 @pytest.mark.parametrize("overlay", [None, *PRESETS], ids=lambda p: p.name if p else "plain")
 def test_the_job_files_and_presets_we_ship_are_valid(path: Path, overlay: Path | None):
     plain = load_job(path)
-    if overlay is not None and plain.engine.backend is not None:
-        with pytest.raises(JobFileError, match=r"no effect with engine\.backend"):
+    if overlay is not None and plain.server is not None:
+        with pytest.raises(JobFileError, match=r"no effect with a server"):
             load_job(path, overlays=[overlay])
         return
     config = load_job(path, overlays=[overlay] if overlay else [])

@@ -293,15 +293,15 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [
-    ("path: out/new", "path: 's3://bucket/out'", "storage: {{s3: {{{o}}}}}"),
-    ("path: data", "path: 's3://bucket/in'", "storage: {{s3: {{{o}}}}}"),
-    ("path: demo:target-awq", "path: 's3://bucket/model'", "storage: {{s3: {{{o}}}}}"),
+    ("path: out/new", "path: 's3://bucket/out'", "storage_options: {{s3: {{{o}}}}}"),
+    ("path: data", "path: 's3://bucket/in'", "storage_options: {{s3: {{{o}}}}}"),
+    ("path: demo:target-awq", "path: 's3://bucket/model'", "storage_options: {{s3: {{{o}}}}}"),
     ("path: data", "path: 's3://user:{s}@bucket/in'", ""),
-    ("path: out/new", "path: 'nothing://user:{s}@bucket/out'", "storage: {{nothing: {{{o}}}}}"),
-    ("path: out/new", "path: out/new", "storage: {{s3: {{{o}}}}}"),
-    ("path: out/new", "path: out/new", "storage: {{s3: {s}}}"),
-    ("path: out/new", "path: out/new", "storage: [{s}]"),
-    ("path: out/new", "path: out/new, storage: {{{o}}}", ""),
+    ("path: out/new", "path: 'nothing://user:{s}@bucket/out'", "storage_options: {{nothing: {{{o}}}}}"),
+    ("path: out/new", "path: out/new", "storage_options: {{s3: {{{o}}}}}"),
+    ("path: out/new", "path: out/new", "storage_options: {{s3: {s}}}"),
+    ("path: out/new", "path: out/new", "storage_options: [{s}]"),
+    ("path: out/new", "path: out/new, storage_options: {{{o}}}", ""),
     ("path: out/new", "path: out/new", "storag: {{{o}}}"),
 ])  # fmt: skip
 def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
@@ -317,7 +317,7 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
             assert SECRET not in out + err, (command, out, err)
             assert not flags or isinstance(json.loads(out), dict)
             assert code != 70, err
-    for setting in (f"storage.s3.secret {SECRET}", f"storage.={SECRET}"):
+    for setting in (f"storage_options.s3.secret {SECRET}", f"storage_options.={SECRET}"):
         code, out, err = pipe("validate", "job.yaml", "--set", setting)
         assert SECRET not in out + err
         assert code == 2
@@ -326,7 +326,7 @@ def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pip
         raise RuntimeError(repr(config))
 
     monkeypatch.setattr("pipeline.job.running.run.run_job", defect)
-    reached = JOB.replace("path: data", "path: 's3://b/in'") + f"storage: {{s3: {{secret: {SECRET}}}}}\n"
+    reached = JOB.replace("path: data", "path: 's3://b/in'") + f"storage_options: {{s3: {{secret: {SECRET}}}}}\n"
     (work / "job.yaml").write_text(reached)
     code, out, err = pipe("run", "job.yaml")
     assert code == 70

@@ -145,7 +145,7 @@ def test_servers_share_the_rows_and_join_late():
 def test_wrong_settings_end_the_start_with_the_key_to_change():
     with (
         FakeServer(api_key="sk-other") as server,
-        pytest.raises(ConfigError, match=r"^engine\.backend\.api_key: .* 401") as caught,
+        pytest.raises(ConfigError, match=r"^server\.api_key: .* 401") as caught,
     ):
         compute(server, api_key=KEY)
     assert KEY not in str(caught.value)
@@ -156,7 +156,7 @@ def test_wrong_settings_end_the_start_with_the_key_to_change():
         compute(server, api_key=KEY)
     assert KEY not in str(caught.value)
     with FakeServer(other_models=["second"]) as server:
-        with pytest.raises(ConfigError, match=r"^engine\.backend\.model: .* 2 models: fake-model, second"):
+        with pytest.raises(ConfigError, match=r"^server\.model: .* 2 models: fake-model, second"):
             compute(server)
         assert_right(compute(server, requested_model="fake-model"))
         with pytest.raises(ConfigError, match="serves 'fake-model', and the output was begun with 'first'"):
@@ -165,7 +165,7 @@ def test_wrong_settings_end_the_start_with_the_key_to_change():
         compute(server, logprobs=1, extra_body={"return_tokens_as_token_ids": False})
     begin_s = time.monotonic()
     with FakeServer(refuse_connections=1 << 30) as server:
-        assert "within 0 s (engine.backend.start_timeout)" in failure(server, start_timeout_s=0.1)
+        assert "within 0 s (server.start_timeout)" in failure(server, start_timeout_s=0.1)
     assert time.monotonic() - begin_s < 20
 
 

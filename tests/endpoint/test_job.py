@@ -29,7 +29,7 @@ def job_file(folder: Path, url: str, num_rows: int, **sections: dict[str, Any]) 
     job: dict[str, dict[str, Any]] = {
         "input": {"path": str(folder / "in.parquet")},
         "prompt": {"template": "say {text}"},
-        "engine": {"backend": {"url": url}},
+        "server": {"url": url},
         "sampling": {"max_tokens": 4},
         "output": {"path": str(folder / "out"), "rows_per_file": 8},
         "run": {"max_error_rate": 0.5},
@@ -58,7 +58,7 @@ def test_rows_errors_and_no_key_in_any_file(
     quoted = {"match": "row7.", "status": 400, "body": {"error": {"message": f"no, {KEY}"}}}
     with FakeServer(api_key=KEY, too_long=15, content_filter={"match": "row6."}, error=quoted) as server:
         backend = {"url": server.url, "api_key": "${FAKE_KEY}"}
-        path = job_file(tmp_path, server.url, 60, engine={"backend": backend})
+        path = job_file(tmp_path, server.url, 60, server=backend)
         run_job(load_job(path))
         code, shown, progress = pipe("validate", str(path), "--json")
     found = rows(tmp_path)
@@ -105,7 +105,7 @@ def test_a_killed_run_resumes_with_the_same_model_only(tmp_path: Path):
         assert_right(row)
 
 
-UNUSED = "has no effect with engine.backend"
+UNUSED = "has no effect with a server"
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"engine": {"dtype": "bfloat16"}}, "engine.dtype", UNUSED),
     ({"speculation": {"method": "off"}}, "speculation.method", UNUSED),
@@ -115,18 +115,18 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "model.adapters",
         "is not supported with",
     ),
-    ({"task": {"type": "classify"}}, "task.type", "classify is not supported with engine.backend"),
-    ({"task": {"type": "embed"}}, "task.dimensions", "required with engine.backend"),
+    ({"task": {"type": "classify"}}, "task.type", "classify is not supported with a server"),
+    ({"task": {"type": "embed"}}, "task.dimensions", "required with a server"),
     ({"task": {"type": "embed", "dimensions": 8, "pooling": "mean"}}, "task.pooling", UNUSED),
-    ({"sampling": {"prompt_logprobs": 1}}, "sampling.prompt_logprobs", "not supported with engine.backend"),
+    ({"sampling": {"prompt_logprobs": 1}}, "sampling.prompt_logprobs", "not supported with a server"),
     ({"sampling": {"generation_config": "model"}}, "sampling.generation_config", "needs the checkpoint"),
-    ({"quality": {"sample": 0.1}}, "quality.sample", "not supported with engine.backend"),
+    ({"quality": {"sample": 0.1}}, "quality.sample", "not supported with a server"),
     ({"prompt": {"chat": {"template": "{{ messages }}"}}}, "prompt.chat.template", UNUSED),
-    ({"run": {"actors": 2}}, "run.actors", "must be 1 with engine.backend.url"),
-    ({"engine": {"backend": {}}}, "engine.backend", "expected one of url and serve"),
-    ({"engine": {"backend": {"url": "http://h:1", "port": 5}}}, "engine.backend", "port needs serve"),
-    ({"engine": {"backend": {"url": "h:1"}}}, "engine.backend.url", "expected http://HOST:PORT/v1"),
-    ({"engine": {"backend": {"url": "http://me:pw@h:1"}}}, "engine.backend.url", "cannot contain a user"),
+    ({"run": {"actors": 2}}, "run.actors", "must be 1 with server.url"),
+    ({"server": {"url": None}}, "server", "expected one of url and serve"),
+    ({"server": {"url": "http://h:1", "port": 5}}, "server", "port needs serve"),
+    ({"server": {"url": "h:1"}}, "server.url", "expected http://HOST:PORT/v1"),
+    ({"server": {"url": "http://me:pw@h:1"}}, "server.url", "cannot contain a user"),
 ]
 
 
@@ -141,9 +141,7 @@ def test_wrong_keys_are_refused(tmp_path: Path, sections: dict[str, Any], key: s
 def test_a_job_continues_when_one_of_two_servers_ends(tmp_path: Path):
     slow = {"slots": 8, "seconds_per_request": 0.02}
     with FakeServer(**slow) as server, FakeServer(die={"after": 60}, **slow) as dying:
-        report = run_job(
-            load_job(job_file(tmp_path, server.url, 300, engine={"backend": {"url": [server.url, dying.url]}}))
-        )
+        report = run_job(load_job(job_file(tmp_path, server.url, 300, server={"url": [server.url, dying.url]})))
     found = rows(tmp_path)
     assert len(found) == 300
     for name in found.keys() - {"row5"}:

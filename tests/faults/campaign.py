@@ -76,9 +76,9 @@ class Campaign:
 class JobStorage:
     """Storage of the job's input, model and outputs: a folder, or a bucket behind a faulty store."""
 
-    def __init__(self, folder: Path, bucket: Bucket | None, rows: int, backend: Mapping | None = None) -> None:
-        """backend: `engine.backend`, instead of this project's engine."""
-        self.folder, self.backend = folder, backend
+    def __init__(self, folder: Path, bucket: Bucket | None, rows: int, server: Mapping | None = None) -> None:
+        """server: the section `server`, instead of this project's engine."""
+        self.folder, self.server = folder, server
         self.bucket = bucket
         self.rows = rows
         if bucket is not None:
@@ -97,13 +97,14 @@ class JobStorage:
             job["input"]["path"] = str(ROOT / "jobs" / "data")
             job["output"]["path"] = str(self.folder / output)
         else:
-            job["storage"] = {"s3": self.bucket.storage}
+            job["storage_options"] = {"s3": self.bucket.storage}
             for section, name in (("input", "in"), ("model", "model"), ("output", output)):
                 job[section] |= {"path": self.url(name)}
         job["engine"] = {"dtype": "float32"}
-        if self.backend is not None:
+        if self.server is not None:
             del job["model"]
-            job["engine"] = {"backend": dict(self.backend)}
+            job["server"] = dict(self.server)
+            del job["engine"]
         # one thread: on a busy machine two would wait for each other at every step
         job["output"]["rows_per_file"] = 16
         job["run"] = {"window_rows": 256, "cpus_per_actor": 1, "drain_timeout": "5 s"}
@@ -317,7 +318,7 @@ def _reason(words: str) -> str:
 
 
 def fake_server() -> dict:
-    """Return a backend that starts a fake server, which rejects some requests and cuts some answers."""
+    """Return a section `server` that starts a fake server, which rejects some requests and cuts some answers."""
     serve = [sys.executable, "-m", "tests.endpoint.fake_server", "--model", "{model}"]
     return {"serve": [*serve, "--behaviour", json.dumps(BEHAVIOUR)], "model": "fake"}
 

@@ -35,7 +35,7 @@ def upload(job: Job, store: FaultyStore) -> None:
             store.bucket.upload(path, f"{job.folder.name}/{kind}/{path.name}")
     for section, kind in (("input", "in"), ("output", "out")):
         job.settings[section] |= {"path": store.bucket.url(f"{job.folder.name}/{kind}")}
-    job.settings["storage"] = {"s3": dict(store.bucket.storage)}
+    job.settings["storage_options"] = {"s3": dict(store.bucket.storage)}
 
 
 def table(job: Job, store: FaultyStore) -> pa.Table:

@@ -32,5 +32,5 @@ def test_options_of_our_own_engine_are_refused():
     with FakeServer() as server:
         done = generate(server, "--prompt", "one", "--dtype", "float32")
     assert done.exit_code == 2
-    assert "engine.dtype: has no effect with engine.backend" in done.output
+    assert "engine.dtype: has no effect with a server" in done.output
     assert not server.requests

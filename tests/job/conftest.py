@@ -176,7 +176,7 @@ def stop_in_a_unit(job, number=signal.SIGTERM) -> list[dict]:
     stop = [(lambda status: status.rows_done > 0, number)]
     with pytest.raises(Interrupted):
         run(job, stop, run={"drain_timeout": "0.0 s"}, output={"rows_per_file": 16})
-    folder = PartStore(job.settings["output"]["path"], job.settings.get("storage", {}).get("s3")).folder
+    folder = PartStore(job.settings["output"]["path"], job.settings.get("storage_options", {}).get("s3")).folder
     (kept,) = folder.names("_pipeline/partial")
     done = json.loads(folder.read(f"_pipeline/partial/{kept}"))
     assert 0 < len(done) < 16

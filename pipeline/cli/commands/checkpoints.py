@@ -75,7 +75,7 @@ def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callab
                 click.option("--column", metavar="NAME", help="Column of texts; default: text."),
                 click.option("--template", help='Texts over columns: "Summarize: {report}".'),
                 click.option("--job", metavar="JOB.yaml", help="Use a job's input and prompt."),
-                set_option("storage.s3.profile=lab"),
+                set_option("storage_options.s3.profile=lab"),
             ]
         ):
             decorated = option(decorated)
@@ -227,7 +227,7 @@ def quantize_command(
     from pipeline.job.preview.dataset_tokens import read_samples
     from pipeline.tokenization.tokenizer import Tokenizer
 
-    source = resolve_model(model, None if config is None else config.storage, print_message)
+    source = resolve_model(model, None if config is None else config.storage_options, print_message)
     fields, token_ids = check_plain(source), []
     if config is not None:
         length = min(max_length, fields.max_position)

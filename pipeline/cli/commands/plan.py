@@ -47,7 +47,7 @@ def plan(
     Prompt tokens are counted in a sample. Lengths of completions and the speed of this machine come from earlier runs,
     recorded in $PIPELINE_CACHE; figures for other cards come from a cost model. Each figure names its source.
 
-    If a server computes the rows (engine.backend), tokens and speed come from earlier runs. Only --probe contacts or
+    If a server computes the rows (server), tokens and speed come from earlier runs. Only --probe contacts or
     starts the server.
 
     Writes the estimate to output.path/_pipeline/plan.json, so that `pipeline report` can compare it with the actual

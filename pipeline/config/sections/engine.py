@@ -4,18 +4,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.config.sections.backend import BackendSection
 from pipeline.config.values import IDENTITY, NUMERICS, Bytes, ConfigSection, Switch
 
 
 class EngineSection(ConfigSection):
     """Engine settings; `auto` and null are resolved from the checkpoint and the machine."""
 
-    backend: BackendSection | None = Field(
-        default=None,
-        description="A server with OpenAI's API instead of our own engine. Only max_num_seqs applies to it.",
-        examples=[{"url": "http://localhost:8000/v1"}],
-    )
     device: str = Field(
         default="auto",
         pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$",

@@ -39,7 +39,7 @@ class CostSection(ConfigSection):
     )
     usd_per_million: TokenPricesSection | None = Field(
         default=None,
-        description="With engine.backend: prices of tokens, in addition to hourly_usd.",
+        description="With server: prices of tokens, in addition to hourly_usd.",
         examples=[{"input": 0.15, "output": 0.6}],
     )
 

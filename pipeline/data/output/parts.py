@@ -149,7 +149,7 @@ class PartStore:
         if local is None:
             self.folder = open_objects(path, storage or {}, retries, option)
         elif storage:
-            raise OutputError(f"storage: a local folder takes no options; found {', '.join(sorted(storage))}")
+            raise OutputError(f"storage_options: a local folder takes no options; found {', '.join(sorted(storage))}")
         else:
             self.folder = LocalFolder(local)
 

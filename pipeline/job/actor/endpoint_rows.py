@@ -45,7 +45,7 @@ class EndpointRows:
         requests: list[EndpointRequest] = []
         for (i, prompt, params), row_ids in zip(accepted, ids, strict=True):
             if params.prompt_logprobs is not None:
-                reason = "prompt_logprobs is not supported with engine.backend"
+                reason = "prompt_logprobs is not supported with a server"
                 failed.append(failed_row(i, RowError.INVALID_SAMPLING, reason))
                 continue
             try:

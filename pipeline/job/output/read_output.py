@@ -51,7 +51,7 @@ def output_of(target: str, vars: Iterable[str] = ()) -> tuple[str, Mapping[str, 
             raise ConfigError(f"--var {given[0]}: {target} is not a job file, and only job files have variables")
         return target, {}
     job = load_job(path, vars=vars)
-    return job.output.path, job.storage
+    return job.output.path, job.storage_options
 
 
 def status_of(store: PartStore) -> Status:

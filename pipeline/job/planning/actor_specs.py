@@ -54,7 +54,7 @@ def flow_spec(
         author=job.author,
         chat_template=job.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
-        storage=config.storage,
+        storage=config.storage_options,
         rename=dict(config.output.rename),
         kept_types=plan.kept_types,
         metadata=provenance(plan),
@@ -101,7 +101,7 @@ def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
 def resolve_device(config: JobConfig) -> str:
     """Return the resolved `engine.device`: `auto` is cuda if this machine (or the cluster to join) has a GPU; `server`
     if a server computes."""
-    if config.engine.backend is not None:
+    if config.server is not None:
         return "server"
     if config.engine.device != "auto":
         return config.engine.device

@@ -18,7 +18,7 @@ from pipeline.data.output.parts import SUCCESS, PartStore
 from pipeline.data.source import Source
 from pipeline.errors import FingerprintError, OutputError
 
-FORMAT = 1
+FORMAT = 2
 JOB = "_pipeline/job.json"
 ACCEPTED = "_pipeline/accepted-numerics.json"
 FILES = "_pipeline/files.json"  # input files, if there are more than JOB lists
@@ -30,18 +30,25 @@ MAX_VALUE_CHARS = 100
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Settings and input digests of a job. `needs_date`: the chat template can print the date. That date is part of the
-    identity: the job file's, or after `claim` that of the output's first run."""
+    """Settings and input digests of a job.
+
+    `set_identity`, `set_numerics`: the same without values that equal their defaults. `needs_date`: the chat template
+    can print the date. That date is part of the identity: the job file's, or after `claim` that of the output's first
+    run. `recorded`: after `claim`, the digest by which the output's parts are named.
+    """
 
     identity: dict[str, Any]
     numerics: dict[str, Any]
     free: dict[str, Any]
+    set_identity: dict[str, Any]
+    set_numerics: dict[str, Any]
     needs_date: bool = False
+    recorded: str | None = None
 
     @property
     def digest(self) -> str:
-        """Digest of the identity alone, as hex."""
-        return hashlib.sha256(_canonical(self.identity)).hexdigest()
+        """Digest of the identity alone, as hex. A key at its default does not affect it."""
+        return self.recorded or hashlib.sha256(_canonical(self.set_identity)).hexdigest()
 
     @property
     def undated(self) -> str:
@@ -63,9 +70,7 @@ class Fingerprint:
         """Return the same job with this date, if it needs one and the job file has none."""
         if not self.needs_date or date is None or self.date is not None:
             return self
-        prompt = self.identity["prompt"]
-        dated = {**prompt, "chat": {**prompt["chat"], "date": date}}
-        return replace(self, identity={**self.identity, "prompt": dated})
+        return replace(self, identity=_dated(self.identity, date), set_identity=_dated(self.set_identity, date))
 
 
 def fingerprint(
@@ -79,20 +84,31 @@ def fingerprint(
     adapters: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a job. `model`: digests by file name; `device`: the resolved `engine.device`, without
-    an index; `asks_for_date`: the chat template can print the date; `chat_template`: the text of
+    an index; `reads_date`: the chat template can print the date; `chat_template`: the text of
     `prompt.chat.template`; `later_files`: names of appended files, which are not part of the identity; `adapters`: the
     digests of the adapters that rows may use, by file name."""
     files = {name: digest for name, digest in file_digests(source).items() if name not in later_files}
-    identity = _from_json({**identity_of(config), "files": _files(files), "model": dict(model)})
-    if adapters:
-        of_rows = config.model.model_dump(mode="json", include={"adapter"})["adapter"]
-        identity["adapters"] = _from_json({"of_rows": of_rows, "files": dict(adapters)})
-    if chat_template is not None:
-        identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
-    numerics = _from_json(numerics_of(config))
-    numerics["engine"]["device"] = device
+    identities, all_numerics = [], []
+    for only_set in (False, True):
+        identity = _from_json({**identity_of(config, only_set), "files": _files(files), "model": dict(model)})
+        if adapters:
+            of_rows = config.model.model_dump(mode="json", include={"adapter"})["adapter"]
+            identity["adapters"] = _from_json({"of_rows": of_rows, "files": dict(adapters)})
+        if chat_template is not None:
+            identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
+        numerics = _from_json(numerics_of(config, only_set))
+        numerics["engine"]["device"] = device
+        identities.append(identity)
+        all_numerics.append(numerics)
     chat = config.prompt.chat
-    job = Fingerprint(identity, numerics, _from_json(free_of(config)), reads_date and chat is not None)
+    job = Fingerprint(
+        identities[0],
+        all_numerics[0],
+        _from_json(free_of(config)),
+        set_identity=identities[1],
+        set_numerics=all_numerics[1],
+        needs_date=reads_date and chat is not None,
+    )
     return job.with_date(chat and chat.date)
 
 
@@ -131,7 +147,7 @@ def claim(
         _agree(store, theirs, ours, accept_numerics=True)  # before anything is written
         store.folder.probe()
     _agree(store, theirs, ours, accept_numerics)
-    return ours
+    return replace(ours, recorded=theirs["fingerprint"])
 
 
 def check_output(store: PartStore, ours: Fingerprint) -> None:
@@ -142,7 +158,7 @@ def check_output(store: PartStore, ours: Fingerprint) -> None:
         return _check_empty(store)
     theirs = _parse(store, raw)
     ours = ours.with_date(theirs["date"])
-    changes = difference(theirs["identity"], ours.identity)
+    changes = _changes(theirs, ours)
     if not _are_new_files(changes) and not _are_limits(changes):
         _agree(store, theirs, ours, accept_numerics=True)
 
@@ -161,10 +177,12 @@ def with_limits_of(store: PartStore, ours: Fingerprint) -> tuple[Fingerprint, di
     raw = store.folder.read(JOB)
     if raw is None:
         return ours, {}
-    theirs, engine = _parse(store, raw)["identity"]["engine"], ours.identity["engine"]
-    if theirs == engine:
+    changes = [change for change in _changes(_parse(store, raw), ours) if change[0] == LIMIT]
+    if not changes:
         return ours, {}
-    return replace(ours, identity={**ours.identity, "engine": theirs}), {LIMIT: engine["max_model_len"]}
+    ((_, old, new),) = changes
+    engine = {**ours.identity["engine"], "max_model_len": old}
+    return replace(ours, identity={**ours.identity, "engine": engine}), {LIMIT: new}
 
 
 def differs(store: PartStore, ours: Fingerprint) -> bool:
@@ -173,8 +191,7 @@ def differs(store: PartStore, ours: Fingerprint) -> bool:
     if raw is None:
         return False
     theirs = _parse(store, raw)
-    dated = ours.with_date(theirs["date"])
-    return theirs["identity"] != dated.identity or theirs["numerics"] != dated.numerics
+    return bool(_changes(theirs, ours.with_date(theirs["date"]))) or not _same_numerics(theirs["numerics"], ours)
 
 
 def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
@@ -190,14 +207,15 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
         date = _date_in(theirs["identity"])
         if date is not None:
             datetime.fromisoformat(date)
-        files = dict(theirs["identity"]["files"])
-        return {"identity": theirs["identity"], "numerics": theirs["numerics"], "files": files, "date": date}
+        files, digest = dict(theirs["identity"]["files"]), str(theirs["fingerprint"])
+        known = {name: theirs[name] for name in ("identity", "numerics")}
+        return {**known, "files": files, "date": date, "fingerprint": digest}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise OutputError(f"{file}: damaged ({error}); was it edited? Choose a new output.path") from error
 
 
 def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:
-    changes = difference(theirs["identity"], ours.identity)
+    changes = _changes(theirs, ours)
     if changes:
         limits = " With --retry-failed its error rows are computed again under the new limit."
         files = " With --append only the new files are computed."
@@ -208,7 +226,7 @@ def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_n
             + (files if _are_new_files(changes) else "")
         )
     accepted = json.loads(store.folder.read(ACCEPTED) or b"[]")
-    if ours.numerics == theirs["numerics"] or ours.numerics in accepted:
+    if any(_same_numerics(numerics, ours) for numerics in (theirs["numerics"], *accepted)):
         return
     changes = difference(theirs["numerics"], ours.numerics)
     if not accept_numerics:
@@ -217,6 +235,27 @@ def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_n
             f"{shown(changes)}\nThe remaining completions may differ by rounding from those of the recorded numerics. "
             "Add --accept-numerics to resume anyway; the change is recorded."
         )
+
+
+def _changes(theirs: dict[str, Any], ours: Fingerprint) -> list[tuple[str, Any, Any]]:
+    """Return the differences of the identities, as `difference` does."""
+    return difference(_completed(theirs["identity"], ours.identity, ours.set_identity), ours.identity)
+
+
+def _same_numerics(theirs: dict[str, Any], ours: Fingerprint) -> bool:
+    return _completed(theirs, ours.numerics, ours.set_numerics) == ours.numerics
+
+
+def _completed(theirs: dict[str, Any], ours: dict[str, Any], ours_set: dict[str, Any]) -> dict[str, Any]:
+    """Return recorded values with our defaults for keys that the recording version did not have."""
+    out = dict(theirs)
+    for key, value in ours.items():
+        if key not in theirs:
+            if key not in ours_set:
+                out[key] = value
+        elif isinstance(value, dict) and isinstance(theirs[key], dict):
+            out[key] = _completed(theirs[key], value, ours_set.get(key, {}))
+    return out
 
 
 def _are_new_files(changes: list[tuple[str, Any, Any]]) -> bool:
@@ -232,7 +271,7 @@ def record_numerics(store: PartStore, ours: Fingerprint) -> None:
     raw = store.folder.read(JOB)
     assert raw is not None
     accepted = json.loads(store.folder.read(ACCEPTED) or b"[]")
-    if ours.numerics != json.loads(raw)["numerics"] and ours.numerics not in accepted:
+    if not any(_same_numerics(numerics, ours) for numerics in (json.loads(raw)["numerics"], *accepted)):
         store.folder.replace(ACCEPTED, json.dumps([*accepted, ours.numerics], indent=1).encode())
 
 
@@ -311,6 +350,11 @@ def _files(digests: dict[str, str]) -> dict[str, Any]:
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _dated(identity: dict[str, Any], date: str) -> dict[str, Any]:
+    prompt = identity["prompt"]
+    return {**identity, "prompt": {**prompt, "chat": {**prompt["chat"], "date": date}}}
 
 
 def _date_in(identity: dict[str, Any]) -> str | None:

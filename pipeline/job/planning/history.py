@@ -60,7 +60,7 @@ def recall(plan: JobPlan) -> list[Remembered]:
 
 def _folder(plan: JobPlan) -> Path:
     identity = plan.fingerprint.identity
-    return cache_root() / "runs" / _digest(identity["model"] or identity["engine"])  # a server's model has no files
+    return cache_root() / "runs" / _digest(identity["model"] or identity["server"])  # a server's model has no files
 
 
 def _newest_first(folder: Path) -> list[Path]:
@@ -71,14 +71,14 @@ def _machine(plan: JobPlan) -> str:
     """Return a digest of the settings that determine speed and are known before an engine starts."""
     run, numerics = plan.job.config.run, plan.fingerprint.numerics
     cores = run.cpus_per_actor or max(1, available_cores() // run.pool[1])
-    urls = (plan.fingerprint.free["engine"].get("backend") or {}).get("url")
+    urls = (plan.fingerprint.free.get("server") or {}).get("url")
     return _digest([numerics, plan.device, processor()[0], cores, run.cluster_address is not None, urls])
 
 
 def _work(plan: JobPlan) -> str:
     identity = plan.fingerprint.identity
     sampling = {name: value for name, value in identity["sampling"].items() if name != "seed"}
-    return _digest([identity["prompt"], sampling, identity["engine"], identity["task"]])
+    return _digest([identity["prompt"], sampling, identity["engine"], identity["server"], identity["task"]])
 
 
 def _digest(value: Any) -> str:

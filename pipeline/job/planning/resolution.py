@@ -140,7 +140,7 @@ class Resolution:
         return ResolvedJob(**{field.name: getattr(self, field.name) for field in fields(ResolvedJob)})
 
     def _storage(self, path: str) -> dict[str, Any]:
-        return storage_for(path, self.config.storage)
+        return storage_for(path, self.config.storage_options)
 
     def output_path(self) -> None:
         """Reject an output whose parts the next run would read as input. Urls that cannot be opened are left to the
@@ -261,26 +261,26 @@ class Resolution:
     def checkpoint(self) -> None:
         model = self.config.model
         self.model: Path | None
-        if self.config.engine.backend is not None:
+        if self.config.server is not None:
             self.model = None
         else:
-            self.model = self._locate.model("model.path", model.path, self.config.storage, model.revision)
+            self.model = self._locate.model("model.path", model.path, self.config.storage_options, model.revision)
 
     def limits(self) -> Iterator[PipelineError]:
         return iter(()) if self.model is None else exceeded_limits(self.config, self.model)
 
     def draft_checkpoint(self) -> None:
         named = self.config.speculation.model
-        storage = self.config.storage
+        storage = self.config.storage_options
         self.draft = None if named is None else self._locate.model("speculation.model", named, storage, None)
 
     def adapter_checkpoints(self) -> Iterator[PipelineError]:
         """Find the adapters that rows may use, and check that they fit the checkpoint."""
         found, failed, unknown = {}, [], False
-        for name, path in self.config.model.used_adapters.items():  # none with a backend, which has the model
+        for name, path in self.config.model.used_adapters.items():  # none with a server, which has the model
             key = f"model.adapters.{name}"
             try:
-                found[name] = self._locate.adapter(key, path, self.config.storage)
+                found[name] = self._locate.adapter(key, path, self.config.storage_options)
                 assert self.model is not None
                 check_adapter(found[name], self.model)
             except NotKnown:
@@ -300,7 +300,7 @@ class Resolution:
             check_own(config, self.model)
             self.reference = self.model
         else:
-            self.reference = self._locate.model(REFERENCE, named, config.storage, None)
+            self.reference = self._locate.model(REFERENCE, named, config.storage_options, None)
             check_same_tokens(self.reference, self.model)
             for folder in self.adapters.values():
                 check_adapter(folder, self.reference)

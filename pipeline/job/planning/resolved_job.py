@@ -54,7 +54,7 @@ class ResolvedJob:
     def checkpoint(self) -> Path:
         """The folder of the checkpoint. Raises ConfigError if only a server knows the model."""
         if self.model is None:
-            raise ConfigError("engine.backend: the server has the model; this command needs our own engine")
+            raise ConfigError("server: the server has the model; this command needs our own engine")
         return self.model
 
     @property
@@ -85,10 +85,10 @@ class ResolvedJob:
 
     def work_config(self, num_threads: int | None = None) -> EngineConfig | EndpointConfig:
         """Return the config of what computes the rows."""
-        backend = self.config.engine.backend
-        if backend is None:
+        server = self.config.server
+        if server is None:
             return self.engine_config(num_threads)
-        return backend.config(
+        return server.config(
             route="embedding" if self.task is not None else "completion" if self.prompt.chat is None else "chat",
             max_concurrency=self.config.engine.max_num_seqs or EndpointConfig.max_concurrency,
             stall_timeout_s=self.config.run.stall_timeout,
@@ -138,7 +138,7 @@ def row_adapters(model: ModelSection) -> RowAdapters | None:
 
 def prompt_spec(config: JobConfig, prompt: PromptSection) -> PromptSpec:
     """Return the rule that renders rows as prompts, or rejects them as requests."""
-    spec = replace(prompt.spec(), media=config.engine.backend is not None)
+    spec = replace(prompt.spec(), media=config.server is not None)
     return replace(spec, refused=REFUSED) if config.input.has_requests else spec
 
 

@@ -165,7 +165,7 @@ def _plan(
         show(Status(phase=f"planning: {activity}"))
 
     plan = make_plan(config, resolve_device(config), log=log, retries=retries, append=append)
-    store = PartStore(config.output.path, storage_for(config.output.path, config.storage), retries)
+    store = PartStore(config.output.path, storage_for(config.output.path, config.storage_options), retries)
     forget_samples_of_another_job(store, plan.fingerprint)
     if retry_failed:
         ours, limits = with_limits_of(store, plan.fingerprint)

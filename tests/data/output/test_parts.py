@@ -204,7 +204,7 @@ def test_probe(store, tmp_path, monkeypatch):
         PartStore(str(tmp_path / "file")).list()
     with pytest.raises(OutputError, match=r"nope://bucket/out: cannot be opened.*check that nope:// is"):
         PartStore("nope://bucket/out", {"key": "secret"})
-    with pytest.raises(OutputError, match="storage: a local folder takes no options; found key"):
+    with pytest.raises(OutputError, match="storage_options: a local folder takes no options; found key"):
         PartStore(str(tmp_path), {"key": "secret"})
     assert PartStore(f"file://{store.path}").path == store.path
     monkeypatch.setenv("HOME", str(tmp_path))

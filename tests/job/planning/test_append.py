@@ -191,7 +191,7 @@ def test_in_a_store(begun):
         for name in ("f0.parquet", "f1.parquet"):
             bucket.upload(begun.folder / "in" / name, f"in/{name}")
         in_store = {
-            "storage": {"s3": dict(bucket.storage)},
+            "storage_options": {"s3": dict(bucket.storage)},
             "input": {"path": bucket.url("in")},
             "output": {"path": bucket.url("out")},
         }

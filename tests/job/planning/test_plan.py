@@ -2,20 +2,27 @@
 
 import json
 import os
+from datetime import datetime
 
 import pytest
+import yaml
+from pydantic import Field
 
 from pipeline.checkpoints.digest import FULL_BYTES, model_digest
+from pipeline.config.job import JobConfig
+from pipeline.config.sections.engine import EngineSection
 from pipeline.config.sections.limits import CostSection
+from pipeline.config.values import IDENTITY, NUMERICS
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
-from pipeline.errors import OutputError
+from pipeline.errors import FingerprintError, OutputError
 from pipeline.job.dataflow.reading import check_units
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.planning.fingerprint import difference, shown
+from pipeline.job.planning.fingerprint import claim, difference, shown
 from pipeline.job.planning.plan import make_plan, remaining_windows
 from pipeline.job.telemetry.run_log import RunLog, load_runs
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.stores.retries import RetryCounts
+from tests.job.conftest import TEXTS
 
 
 def test_a_model_digest_sees_every_file_that_matters(tmp_path):
@@ -137,3 +144,46 @@ def test_runs_are_in_the_order_of_their_numbers_beyond_9999(started):
         started.store.folder.replace(f"_pipeline/runs/{run_id}.json", json.dumps(record | {"run_id": run_id}).encode())
     assert [run.run_id.split("-")[0] for run in load_runs(started.store)] == ["0001", "9999", "10000"]
     assert started().run_id.startswith("10001-")
+
+
+class LaterEngine(EngineSection):
+    later: int = Field(default=3, json_schema_extra=IDENTITY)
+    rounding: str = Field(default="none", json_schema_extra=NUMERICS)
+
+
+class LaterJob(JobConfig):
+    engine: LaterEngine = LaterEngine()
+    draws: LaterEngine | None = None
+
+
+def test_a_key_that_a_later_version_adds_is_its_default_in_outputs_begun_before(job):
+    """At its default, the key changes neither the digest nor the agreement with a recorded job; set, it does."""
+    before = make_plan(job.rows(TEXTS).config(), "cpu").fingerprint
+    settings = yaml.safe_load((job.folder / "job.yaml").read_text())
+    store = PartStore(str(job.output))
+    claim(store, "test", before, False, {}, datetime(2026, 1, 1))
+
+    def later(**engine):
+        return make_plan(LaterJob.model_validate({**settings, "engine": {"device": "cpu", **engine}}), "cpu")
+
+    assert later().fingerprint.digest == before.digest
+    assert "later" in later().fingerprint.identity["engine"]
+    claimed = claim(store, "test", later().fingerprint, False, {}, datetime(2026, 1, 1))
+    assert claimed.digest == before.digest
+    assert later(later=4).fingerprint.digest != before.digest
+    with pytest.raises(FingerprintError, match=r"engine\.later: nothing -> 4"):
+        claim(store, "test", later(later=4).fingerprint, False, {}, datetime(2026, 1, 1))
+    with pytest.raises(FingerprintError, match="--accept-numerics"):
+        claim(store, "test", later(rounding="up").fingerprint, False, {}, datetime(2026, 1, 1))
+
+
+def test_a_default_that_a_later_version_changes_is_another_job(job):
+    ours = make_plan(job.rows(TEXTS).config(), "cpu").fingerprint
+    store = PartStore(str(job.output))
+    claim(store, "test", ours, False, {}, datetime(2026, 1, 1))
+    path = job.output / "_pipeline" / "job.json"
+    recorded = json.loads(path.read_text())
+    recorded["identity"]["sampling"]["top_k"] = 40
+    path.write_text(json.dumps(recorded))
+    with pytest.raises(FingerprintError, match=r"sampling.top_k: 40 -> 0"):
+        claim(store, "test", ours, False, {}, datetime(2026, 1, 1))

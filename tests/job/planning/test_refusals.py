@@ -71,10 +71,10 @@ def test_a_file_at_the_path_of_the_output_is_refused_by_its_own_name(job):
 def test_fault_54_another_format_is_refused(job):
     run(job.rows(TEXTS))
     path = job.output / "_pipeline" / "job.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
-    with pytest.raises(OutputError, match=r"format 2, written by version 0\.1\.0; this one reads and writes format 1"):
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))
+    with pytest.raises(OutputError, match=r"format 1, written by version 0\.1\.0; this one reads and writes format 2"):
         run(job)
-    without_files = {"format": 1, "identity": {"prompt": {}}, "numerics": {}}
+    without_files = {"format": 2, "fingerprint": "0", "identity": {"prompt": {}}, "numerics": {}}
     for text in ("{", json.dumps(without_files)):
         path.write_text(text)
         with pytest.raises(OutputError, match="damaged"):

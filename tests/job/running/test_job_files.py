@@ -92,7 +92,7 @@ def test_the_job_file_of_a_server_runs(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PIPELINE_CACHE", str(tmp_path / "cache"))  # other tests start servers at the same time
     serve = json.dumps([sys.executable, "-m", "tests.endpoint.fake_server"])
-    sets = [f"engine.backend.serve={serve}", f"output.path={tmp_path / 'out'}", "input.limit=4"]
+    sets = [f"server.serve={serve}", f"output.path={tmp_path / 'out'}", "input.limit=4"]
     run_job(load_job("jobs/server.yaml", sets=sets))
     table = written_table(tmp_path / "out")
     assert table.num_rows == 4

@@ -1,4 +1,4 @@
-"""Section `engine.backend`."""
+"""Section `server`."""
 
 from typing import Annotated, Any
 from urllib.parse import urlsplit
@@ -9,7 +9,7 @@ from pipeline.config.values import HIDDEN, IDENTITY, NUMERICS, ConfigSection, Du
 from pipeline.endpoint.spec import EndpointConfig
 
 
-class BackendSection(ConfigSection):
+class ServerSection(ConfigSection):
     """A server with OpenAI's API as the engine: one that runs already (`url`), or one that the run starts (`serve`)."""
 
     url: Texts | None = Field(
@@ -76,7 +76,7 @@ class BackendSection(ConfigSection):
         return urls
 
     @model_validator(mode="after")
-    def _one_source(self) -> "BackendSection":
+    def _one_source(self) -> "ServerSection":
         if (self.url is None) == (self.serve is None):
             raise ValueError("expected one of url and serve")
         if self.port is not None and self.serve is None:
