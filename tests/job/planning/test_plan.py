@@ -157,7 +157,7 @@ class LaterJob(JobConfig):
 
 
 def test_a_key_that_a_later_version_adds_is_its_default_in_outputs_begun_before(job):
-    """At its default, the key changes neither the digest nor the agreement with a recorded job; set, it does."""
+    """The key at its default changes neither the digest nor the agreement with a recorded job; set, it does."""
     before = make_plan(job.rows(TEXTS).config(), "cpu").fingerprint
     settings = yaml.safe_load((job.folder / "job.yaml").read_text())
     store = PartStore(str(job.output))
