@@ -221,6 +221,17 @@ class Engine:
         rejected, or that ends with the token in flight, counts as ended, and its completion is returned."""
         return self._abort(lambda sequence: sequence.request.row_id == row_id)
 
+    def drain(self) -> None:
+        """Abort the added requests that have not begun; those that have continue."""
+        with self._turn:
+            inside = [*self.scheduler.waiting, *map(self.table.at, self.scheduler.running.tolist())]
+            begun = {id(sequence.request) for sequence in inside if sequence.num_cached >= 0}
+            self._abort(
+                lambda sequence: (
+                    sequence.call is self._added and not sequence.is_compared and id(sequence.request) not in begun
+                )
+            )
+
     def _abort(self, matches: Callable[[Sequence], bool]) -> bool:
         with self._turn, self.device_context:
             aborted = self._recovery.abort(matches)

@@ -5,7 +5,7 @@ text), slow (a text) and slow_s (duration of steps with that text; with slow_unt
 has loaded, by the files that they leave in the folder loaded_in), max_model_len (longer prompts are refused), cached
 (tokens at the head of every prompt but the first, from cache), fail_load (a class of `pipeline.errors`, or a built-in
 one), and texts that, in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
-out_of_memory). A `once` file path limits the fault to the first time; a file at `cured_by` ends it.
+out_of_memory, unusable). A `once` file path limits the fault to the first time; a file at `cured_by` ends it.
 """
 
 import builtins
@@ -145,6 +145,10 @@ class FakeEngine:
             self.waiting.append(sample)
             self.queued_us[sample.row_id] = time.monotonic_ns() // 1000
 
+    def drain(self) -> None:
+        begun = {self.groups[key][1] for key in self.running if key in self.groups}
+        self.waiting = [r for r in self.waiting if r.row_id in self.groups and self.groups[r.row_id][1] in begun]
+
     def _whole(self, completions: list[Completion]) -> list[Completion]:
         """Return completions of whole requests: those of several samples once all their samples have finished."""
         whole: list[Completion | None] = []
@@ -224,7 +228,7 @@ class FakeEngine:
         return len(os.listdir(self.fake["loaded_in"])) < self.fake["slow_until"]
 
     def _maybe_fail(self, prompt: str) -> None:
-        kinds = ("kill", "segfault", "hang", "crash", "out_of_memory")
+        kinds = ("kill", "segfault", "hang", "crash", "out_of_memory", "unusable")
         fault = next((kind for kind in kinds if self.fake.get(kind, "\0") in prompt), None)
         if fault is None or os.path.exists(self.fake.get("cured_by", "")):
             return
@@ -240,4 +244,6 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGSEGV)
         if fault == "hang":
             time.sleep(1000)
+        if fault == "unusable":
+            raise errors.EngineUnusable("a fake failure that no restart heals")
         raise MemoryError("fake") if fault == "out_of_memory" else RuntimeError("a fake step failed")

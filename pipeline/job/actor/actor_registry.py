@@ -4,7 +4,7 @@ A plain class; `dataflow/graph.py` runs it as a small actor. It imports little, 
 anything else can start.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -20,10 +20,11 @@ MAX_REPLACED = 3  # replacements per actor of the pool; Ray by itself would repl
 class Order(IntEnum):
     """Order of the driver to its actors. Each order includes those above it."""
 
-    GO_ON = 0
+    CONTINUE = 0
     ADMIT_NO_MORE = 1  # finish open units, accept no others
-    GIVE_UP = 2  # stop computing; keep the finished rows of the open units
-    LEAVE = 3  # end the process
+    DRAIN = 2  # begin no more rows
+    GIVE_UP = 3  # stop computing; keep the finished rows of the open units
+    LEAVE = 4  # end the process
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class ActorRegistry:
         self._run_began_us: int | None = None
         self._entries: list[_Entry] = []  # by actor number
         self._num_moved = 0  # replacements that started on another machine
-        self._order = Order.GO_ON
+        self._order = Order.CONTINUE
+        self._grants_usd: dict[int, float] = {}  # by actor number
         self._drain_s = drain_s
         self._draining_us: dict[str, int] = {}  # when a machine was first reported as leaving, by node id
 
@@ -100,14 +102,18 @@ class ActorRegistry:
         self._entries.append(entry)
         return number, now - entry.started_us, number - self._num_moved >= self._max_actors
 
-    def report(self, state: ActorState) -> Order:
-        """Record an actor's state and return the run's order."""
+    def report(self, state: ActorState) -> tuple[Order, float | None]:
+        """Record an actor's state. Return the run's order, and the cost in US dollars up to which the actor may send
+        requests to a server; None: no limit."""
+        return self._record(state), self._grants_usd.get(state.record.actor)
+
+    def _record(self, state: ActorState) -> Order:
         entry = self._entries[state.record.actor]
         if entry.state is None or entry.state.report_number <= state.report_number:
             entry.state = state
         entry.heard_us = now = self._now_us()
         drain_started_us = self._draining_us.get(entry.placement.node_id)
-        if drain_started_us is None or self._order > Order.GO_ON:
+        if drain_started_us is None or self._order > Order.CONTINUE:
             return self._order
         if not state.record.units_in_progress:
             entry.left = True
@@ -117,6 +123,10 @@ class ActorRegistry:
     def give(self, order: Order) -> None:
         """Set the order for every actor that reports from now on."""
         self._order = order
+
+    def grant(self, usd: Mapping[int, float]) -> None:
+        """Set the costs up to which actors may send requests, by actor number."""
+        self._grants_usd = dict(usd)
 
     def drain(self, nodes: Collection[str]) -> None:
         """Mark these machines, and only these, as about to leave the cluster."""

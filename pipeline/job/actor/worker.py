@@ -64,7 +64,8 @@ class Worker:
     def process(self, data: bytes) -> UnitSummary | None:
         """Read, compute and write a unit. A failure of the system is returned in the summary, as type and message.
 
-        Return None after `interrupt`: the unit is unfinished, and its finished rows are saved for the next run.
+        Return None after `drain` or `interrupt` if the unit is unfinished: its finished rows are saved for the next
+        run.
         """
         unit = Unit.from_bytes(data)
         self._add(units_in_progress=1)
@@ -104,6 +105,7 @@ class Worker:
             if generated:
                 self._partial.save(unit, generated)
                 self._add(kept_tokens=computed(generated[len(kept) :]))
+            self._supervisor.raise_failure()
             return None if len(generated) < len(requests) else self._sampled(unit, failed + generated)
         summary = self._write(unit, failed + generated)
         stats = replace(summary.row_stats, control_tokens=self._read.control_tokens(unit))
@@ -138,6 +140,7 @@ class Worker:
         requests, failed = self._read(again)
         generated = self._generate(requests)
         if len(generated) < len(requests):
+            self._supervisor.raise_failure()
             return None
         summary = self._write.again(again, failed + generated, name, part)
         self._count(summary, [], generated)
@@ -153,9 +156,17 @@ class Worker:
             resumed_generated_tokens=computed(kept).generated,
         )
 
+    def drain(self) -> None:
+        """Begin no more rows; `process` returns when those that run have finished."""
+        self._supervisor.drain()
+
     def interrupt(self) -> None:
-        """Stop open units midway; `process` returns soon."""
+        """Stop open units midway and end the engine; `process` returns soon."""
         self._supervisor.interrupt()
+
+    def grant(self, usd: float) -> None:
+        """Allow requests to a server up to this cost in US dollars."""
+        self._supervisor.grant(usd)
 
     def state(self) -> ActorState:
         with self._lock:

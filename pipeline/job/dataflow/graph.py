@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -155,9 +155,13 @@ class EngineActor:
         assert self._worker is not None
         while True:
             try:
-                order: Any = ray.get(self._registry.report.remote(self._worker.state()))
+                order, granted_usd = ray.get(self._registry.report.remote(self._worker.state()))
+                if granted_usd is not None:
+                    self._worker.grant(granted_usd)
                 if order >= Order.ADMIT_NO_MORE:
                     self._stopping.set()
+                if order >= Order.DRAIN:
+                    self._worker.drain()
                 if order >= Order.GIVE_UP:
                     self._worker.interrupt()
                 if order == Order.LEAVE and not self._worker.state().record.units_in_progress:
@@ -218,6 +222,10 @@ class Dataflow:
     def order(self, order: Order) -> None:
         """Give all actors an order, which they receive with their next report."""
         self._registry.give.remote(order)
+
+    def grant(self, usd: Mapping[int, float]) -> None:
+        """Allow actors, by number, to send requests to a server up to these costs in US dollars."""
+        self._registry.grant.remote(dict(usd))
 
     def close(self) -> None:
         """Stop everything that runs, finished or not."""

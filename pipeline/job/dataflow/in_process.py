@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 import traceback
+from collections.abc import Mapping
 
 from pipeline.errors import PipelineError
 from pipeline.job.actor.actor_registry import ActorRegistry, Order, Placement
@@ -65,9 +66,18 @@ class InProcessDataflow:
         """Apply an order to all workers."""
         if order >= Order.ADMIT_NO_MORE:
             self._stopping.set()
+        if order >= Order.DRAIN:
+            for worker in self._workers:
+                worker.drain()
         if order >= Order.GIVE_UP:
             for worker in self._workers:
                 worker.interrupt()
+
+    def grant(self, usd: Mapping[int, float]) -> None:
+        """Allow workers, by number, to send requests to a server up to these costs in US dollars."""
+        for number, worker in enumerate(self._workers):
+            if number in usd:
+                worker.grant(usd[number])
 
     def close(self) -> None:
         """Stop everything that runs, finished or not."""

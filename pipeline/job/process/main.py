@@ -17,11 +17,27 @@ import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from pipeline.engine.params import Completion, Request
-from pipeline.errors import EnvironmentFailed, PipelineError, RankLost
-from pipeline.job.process.messages import Add, Crashed, Finished, FromEngine, Loading, Ready, Start, StartFailed, Worked
+from pipeline.errors import EngineUnusable, EnvironmentFailed, PipelineError, RankLost
+from pipeline.job.process.messages import (
+    Add,
+    Crashed,
+    Drain,
+    Drained,
+    Failed,
+    Finished,
+    FromEngine,
+    Grant,
+    Loading,
+    Ready,
+    Start,
+    StartFailed,
+    Stop,
+    ToEngine,
+    Worked,
+)
 from pipeline.machine.energy import EnergyMeter
 from pipeline.machine.host import now_us
 from pipeline.machine.out_of_memory import is_out_of_memory
@@ -43,29 +59,64 @@ class EngineProtocol(Protocol):
     def counters(self) -> dict[str, int]: ...
     def add(self, request: Any) -> None: ...
     def step(self) -> list[Completion]: ...
+    def drain(self) -> None: ...
     def warm_up(self) -> None: ...
     def paused(self, ns: int) -> None: ...
 
 
+@runtime_checkable
+class PaidEngine(Protocol):
+    """Engine whose requests cost money each: `EndpointEngine`."""
+
+    def grant(self, usd: float) -> None: ...
+    def abandon(self) -> None: ...
+
+
 def serve(
     engine: EngineProtocol,
-    inbox: "queue.SimpleQueue[Add]",
+    inbox: "queue.SimpleQueue[ToEngine]",
     send: Callable[[FromEngine], None],
     meter: EnergyMeter | None = None,
     watch: "QualityWatch | None" = None,
 ) -> None:
-    """Step the engine until the process ends, accept rows between steps, and report finished rows. watch: compares some
-    rows with a reference model; the counter `quality_us` is its time within and between steps."""
+    """Step the engine until Stop or the end of the process, accept messages between steps, and report finished rows.
+    watch: compares some rows with a reference model; the counter `quality_us` is its time within and between steps."""
     last_us = reported = now_us()
     busy_us = idle_us = quality_us = 0
+    is_draining = False
+
+    def report() -> None:
+        nonlocal reported
+        counters = engine.counters()
+        counters["quality_us"] = counters.get("quality_us", 0) + quality_us
+        if meter is not None:
+            counters["energy_uj"] = meter.read_uj()
+        send(Worked(last_us, busy_us, idle_us, counters))
+        reported = last_us
+
     while True:
         busy = engine.has_unfinished or (watch is not None and watch.has_work)
-        for add in _drain(inbox, wait_s=None if busy else REPORT_US / 1e6):
-            for request in add.requests:
-                engine.add(request)
-                if watch is not None:
-                    assert isinstance(request, Request)
-                    watch.expect(request)
+        if is_draining and not busy:
+            is_draining = False
+            send(Drained())
+        for message in _received(inbox, wait_s=None if busy else REPORT_US / 1e6):
+            match message:
+                case Add(requests=requests):
+                    for request in requests:
+                        engine.add(request)
+                        if watch is not None:
+                            assert isinstance(request, Request)
+                            watch.expect(request)
+                case Grant(usd=usd):
+                    assert isinstance(engine, PaidEngine)
+                    engine.grant(usd)
+                case Drain():
+                    engine.drain()
+                    is_draining = True
+                case Stop():
+                    if isinstance(engine, PaidEngine):
+                        engine.abandon()
+                    return report()
         if not busy:
             now = now_us()
             idle_us += now - last_us
@@ -89,17 +140,12 @@ def serve(
                 last_us = now
         # Send counters before rows, so that the work for a received row is already counted.
         if completions or last_us - reported >= REPORT_US:
-            counters = engine.counters()
-            counters["quality_us"] = counters.get("quality_us", 0) + quality_us
-            if meter is not None:
-                counters["energy_uj"] = meter.read_uj()
-            send(Worked(last_us, busy_us, idle_us, counters))
-            reported = last_us
+            report()
         if completions:
             send(Finished(tuple(completions)))
 
 
-def _drain(inbox: "queue.SimpleQueue[Add]", wait_s: float | None) -> list[Add]:
+def _received(inbox: "queue.SimpleQueue[ToEngine]", wait_s: float | None) -> list[ToEngine]:
     """Return all queued messages. With `wait_s`, wait up to that time for the first one."""
     messages = []
     try:
@@ -110,7 +156,7 @@ def _drain(inbox: "queue.SimpleQueue[Add]", wait_s: float | None) -> list[Add]:
         return messages
 
 
-def _read(connection: Connection, inbox: "queue.SimpleQueue[Add]") -> None:
+def _read(connection: Connection, inbox: "queue.SimpleQueue[ToEngine]") -> None:
     try:
         while True:
             inbox.put(connection.recv())
@@ -170,13 +216,17 @@ def main(fd: int) -> None:
     meter = EnergyMeter.from_resolved(engine.resolved)
     energy_source = {} if meter is None else {"energy": meter.source}
     connection.send(Ready(now_us(), engine.resolved | energy_source))
-    inbox: queue.SimpleQueue[Add] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
     try:
         serve(engine, inbox, connection.send, meter, watch)
+    except EngineUnusable as error:
+        connection.send(Failed(type(error).__name__, str(error)))
     except Exception as error:
         connection.send(Crashed(traceback.format_exc(), is_out_of_memory(error)))
         os._exit(70)  # a device in an unknown state may hang in its destructors
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for threads and destructors
 
 
 if __name__ == "__main__":

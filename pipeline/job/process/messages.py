@@ -27,12 +27,29 @@ class Add:
     requests: tuple[Request | EndpointRequest, ...]
 
 
+@dataclass(frozen=True)
+class Grant:
+    """Cost in US dollars up to which the process may send requests to a server, from its start on."""
+
+    usd: float
+
+
+@dataclass(frozen=True)
+class Drain:
+    """Begin no further rows. The process answers with Drained once none is open."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Give up all rows, report the last counters, and exit."""
+
+
 # From the engine's process
 
 
 @dataclass(frozen=True)
 class Loading:
-    """The engine is being built. `what` is its current activity. First sent after the imports, when the checkpoint is
+    """The engine is being built. `activity` is its current one. First sent after the imports, when the checkpoint is
     about to be read."""
 
     now_us: int
@@ -60,6 +77,20 @@ class Finished:
 
 
 @dataclass(frozen=True)
+class Drained:
+    """No row is open after Drain."""
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The engine failed in a way that a restart does not heal. `kind` names a class of `pipeline.errors`. All finished
+    rows have been sent; the process ends right after."""
+
+    kind: str
+    message: str
+
+
+@dataclass(frozen=True)
 class Worked:
     """Sums since `Ready`. busy_us: time with requests in the engine; the rest was idle. idle_us: idle time up to now
     since the last step. `stats`: the engine's counters."""
@@ -78,5 +109,5 @@ class Crashed:
     out_of_memory: bool = False
 
 
-ToEngine = Start | Add
-FromEngine = Loading | Ready | StartFailed | Finished | Worked | Crashed
+ToEngine = Start | Add | Grant | Drain | Stop
+FromEngine = Loading | Ready | StartFailed | Finished | Drained | Failed | Worked | Crashed

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.params import Completion, Request
-from pipeline.errors import EnvironmentFailed, PipelineError, RowError
+from pipeline.errors import EnvironmentFailed, RowError
 from pipeline.job.process.child import Ended
 
 MAX_CRASHES_ALONE = 2  # one end may have an outside cause: a kill by hand, or the kernel's for another process's memory
@@ -24,7 +24,6 @@ class Ticket:
     def __init__(self, num_open: int) -> None:
         self.num_open = num_open
         self.completions: list[Completion] = []
-        self.failure: PipelineError | None = None
         self.done = threading.Event()
         if num_open == 0:
             self.done.set()
@@ -105,10 +104,9 @@ class OpenRows:
         if suspects:
             self._split(suspects, ended)
 
-    def release(self, failure: PipelineError | None) -> None:
-        """Return all open calls of `generate`."""
+    def release(self) -> None:
+        """Return all open calls of `generate`, with their finished rows."""
         for ticket in self._tickets():
-            ticket.failure = failure
             ticket.done.set()
         self._rows.clear()
         self._waiting.clear()

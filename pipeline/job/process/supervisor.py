@@ -7,25 +7,40 @@ cause end the actor with a typed error.
 
 import pickle
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from pipeline.endpoint.spec import EndpointRequest
+from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
 from pipeline.engine.params import Completion, Request
 from pipeline.errors import EnvironmentFailed, PipelineError, error_named
 from pipeline.job.process.child import Child, ChildSpec, Ended
-from pipeline.job.process.messages import Add, Crashed, Finished, Loading, Ready, StartFailed, Worked
+from pipeline.job.process.messages import (
+    Add,
+    Crashed,
+    Drain,
+    Drained,
+    Failed,
+    Finished,
+    Grant,
+    Loading,
+    Ready,
+    StartFailed,
+    Stop,
+    Worked,
+)
 from pipeline.job.process.open_rows import OpenRows
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.logs import Level, RotatedLog
 from pipeline.machine.host import now_us
 from pipeline.report.record.row_stats import Computed
-from pipeline.report.record.run_record import summed
+from pipeline.report.record.run_record import committed_usd, summed, with_open_as_unmetered
 
 MAX_START_DEATHS = 3  # consecutive, without a reported reason
 MAX_REASONS = 10  # restart reasons in the report
 POLL_S = 0.25
+STOP_GRACE_S = 1.0  # from the message to stop to the end of the process by a signal
 COUNTERS_US = 10_000_000  # interval of the engine's counters in the log, at level debug
 
 
@@ -60,9 +75,11 @@ class Supervisor:
         self._see_log = f"\nIts output is in {log_path}" if log_path else ""
         self._lock = threading.Lock()  # guards everything below except `_child`'s process
         self._rows = OpenRows(self._note, self._see_log)
-        self._failure: PipelineError | None = None
-        self._interrupted = False
+        self.failure: PipelineError | None = None  # the error that ended the engine for good
+        self._draining = False
+        self._kill_at_s: float | None = None  # once no more rows are wanted
         self._closed = False
+        self._granted_usd: float | None = None  # over all processes of this supervisor
         self._counted_us = 0
         self._timeline = Timeline(now_us() if birth_us is None else birth_us)
         self._past_stats: dict[str, int] = {}  # counters of ended processes
@@ -80,28 +97,49 @@ class Supervisor:
     # -- for the actor's threads
 
     def generate(self, requests: Sequence[Request | EndpointRequest]) -> list[Completion]:
-        """Return the completions of `requests` in the order in which they finish; after `interrupt` only the finished
-        ones.
+        """Return the completions of `requests` in the order in which they finish. After `drain`, `interrupt` or a
+        failure of the engine (`failure`) only those that have finished.
 
-        Blocks. Raises the error that ended the engine for good.
+        Blocks.
         """
         with self._lock:
-            if self._failure is not None:
-                raise _again(self._failure)
-            if self._interrupted:
+            if self.failure is not None or self._draining:
                 return []
             ticket = self._rows.add(requests)
             self._admit()
         ticket.done.wait()
-        if ticket.failure is not None:
-            raise _again(ticket.failure)
         return ticket.completions
 
-    def interrupt(self) -> None:
-        """Give up all open rows: calls of `generate` return their finished rows, now and later."""
+    def raise_failure(self) -> None:
+        """Raise the error that ended the engine for good, if there is one: a new exception for each thread, since
+        raising one in several threads would mix their tracebacks."""
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure))
+
+    def drain(self) -> None:
+        """Begin no more rows. Calls of `generate` return when their rows have finished, or when none is running."""
         with self._lock:
-            self._interrupted = True
-            self._rows.release(None)
+            if self._draining:
+                return
+            self._draining = True
+            if self._child is not None and self._child.ready and self._rows.any_inside:
+                self._child.send(Drain())
+            else:
+                self._rows.release()
+
+    def interrupt(self) -> None:
+        """Give up all open rows and end the engine: calls of `generate` return their finished rows, now and later."""
+        with self._lock:
+            self._draining = True
+            self._rows.release()
+            self._stop()
+
+    def grant(self, usd: float) -> None:
+        """Allow requests to a server up to this cost in US dollars, since the supervisor began."""
+        with self._lock:
+            if usd != self._granted_usd:
+                self._granted_usd = usd
+                self._send_grant()
 
     def phases(self) -> dict[str, int]:
         with self._lock:
@@ -134,8 +172,10 @@ class Supervisor:
             return self._rows.num_done
 
     def close(self) -> None:
-        """End the engine. Open calls of `generate` raise EnvironmentFailed."""
+        """End the engine. Open calls of `generate` return."""
         self._closed = True  # the keeper sees it within POLL_S
+        with self._lock:
+            self._stop()
         self._keeper.join()
 
     # -- the keeper's thread
@@ -155,7 +195,7 @@ class Supervisor:
                         idle = "" if self._rows.any_inside else ", with no rows in it"
                         level: Level = "info" if idle and ended.killed else "warning"
                         self._note(f"process {child.process.pid} ended{idle}: {ended}", level)
-                if self._closed:
+                if self._closed or self._kill_at_s is not None:
                     break
                 start_deaths = 0 if child.ready else start_deaths + 1
                 if start_deaths >= MAX_START_DEATHS:
@@ -164,7 +204,10 @@ class Supervisor:
                         f"{self._launch.config.model} ({ended}).{ended.advice()}{self._see_log}"
                     )
                 self._after_death(ended)
-            raise EnvironmentFailed("The engine was closed.")
+                if self._draining:
+                    break
+            if self._closed:
+                raise EnvironmentFailed("The engine was closed.")
         except PipelineError as error:
             self._fail(error)
         except Exception:
@@ -182,6 +225,8 @@ class Supervisor:
     def _attend(self, child: Child) -> None:
         """Read the process's messages until it ends."""
         while True:
+            if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
+                child.kill("the run ended")  # the socket closes and the loop ends
             if child.connection.poll(POLL_S):
                 try:
                     message = child.connection.recv()
@@ -189,8 +234,6 @@ class Supervisor:
                     return
                 child.heard_us = now_us()
                 self._receive(child, message)
-            elif self._closed:
-                child.kill("the engine was closed")  # the socket closes and the loop ends
             elif self._is_hung(child):
                 child.dump_stack()
                 child.kill(self._hung(child))
@@ -226,9 +269,14 @@ class Supervisor:
                     self.loading = ""
                     child.ready = True
                     self._note(f"ready: {', '.join(f'{name} {value}' for name, value in resolved.items())}")
+                    self._send_grant()
                     self._admit()
                 case StartFailed(kind=kind, message=text):
                     raise error_named(kind, text if kind else f"The engine could not be built.\n{text}")
+                case Failed(kind=kind, message=text):
+                    raise error_named(kind, text)
+                case Drained():
+                    self._rows.release()
                 case Finished(completions=completions):
                     self._given += computed(completions)
                     self._rows.finish(completions)
@@ -244,8 +292,24 @@ class Supervisor:
 
     def _admit(self) -> None:
         child = self._child
-        if child is not None and child.ready and (requests := self._rows.admit()):
+        if child is not None and child.ready and not self._draining and (requests := self._rows.admit()):
             child.send(Add(requests))
+
+    def _send_grant(self) -> None:
+        """Tell the process its share of the grant: what earlier processes spent is deducted."""
+        config = self._launch.config
+        if self._child is None or not self._child.ready or self._granted_usd is None:
+            return
+        assert isinstance(config, EndpointConfig)
+        self._child.send(Grant(self._granted_usd - committed_usd(self._past_stats, config.prices)))
+
+    def _stop(self) -> None:
+        """End the process, at the latest after STOP_GRACE_S."""
+        if self._kill_at_s is None:
+            is_up = self._child is not None and self._child.ready
+            self._kill_at_s = time.monotonic() + (STOP_GRACE_S if is_up else 0.0)
+            if self._child is not None and is_up:
+                self._child.send(Stop())
 
     def _after_death(self, ended: Ended) -> None:
         with self._lock:
@@ -255,18 +319,18 @@ class Supervisor:
             self._reasons += [ended.short()][: MAX_REASONS - len(self._reasons)]
             self._lost += Computed.from_stats(self._stats).less(self._given)
             self._given = Computed()
-            self._past_stats, self._stats = summed([self._past_stats, self._stats]), {}
+            # Nothing is known of the requests that were open.
+            self._past_stats, self._stats = summed([self._past_stats, with_open_as_unmetered(self._stats)]), {}
             self._timeline.lost(now_us(), had_rows=self._rows.any_inside)
-            self._rows.process_ended(ended)
+            if self._draining:
+                self._rows.release()
+            else:
+                self._rows.process_ended(ended)
 
     def _fail(self, error: PipelineError) -> None:
         with self._lock:
-            self._failure = error
-            if self._child is not None and not self._closed:
+            self.failure = error
+            self._stats = with_open_as_unmetered(self._stats)
+            if self._child is not None and self._kill_at_s is None:
                 self._timeline.lost(now_us(), had_rows=self._rows.any_inside)
-            self._rows.release(error)
-
-
-def _again(error: PipelineError) -> PipelineError:
-    """Return a new exception for each thread: raising one in several threads would mix their tracebacks."""
-    return type(error)(str(error))
+            self._rows.release()

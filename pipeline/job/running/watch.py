@@ -1,5 +1,6 @@
 """The driver's loop while rows are computed: count finished units, observe the actors, and drain on request."""
 
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -48,9 +49,11 @@ class Watch:
                 self._consume(flow)
             except EndOfUnits:
                 self.log.stopped_by = ""
-            except PipelineError:
+            except PipelineError as error:
                 if flow.session_logs is not None:
                     collect_ray_logs(flow.session_logs, self.reporter.logs.path / RAY)
+                if not isinstance(error, Interrupted):  # else they are saved already
+                    self._save_open_rows(flow)
                 raise
             finally:
                 if notice is not None:
@@ -115,6 +118,8 @@ class Watch:
         """Read the actors' states. They keep their last state if the registry does not answer."""
         before = _lost_machines(self.log.actors)
         self.log.actors = flow.actors() or self.log.actors
+        if (grants := self.limits.grants(self.log.actors)) is not None:
+            flow.grant(grants)
         self.log.observe()
         for machine in sorted(_lost_machines(self.log.actors) - before):
             self.reporter.warn(f"{machine} has left the cluster; its open units are computed elsewhere")
@@ -135,7 +140,7 @@ class Watch:
         self.reporter.warn(f"draining: {limit.key}, {limit.used} used")
         self.reporter.notify("limit_reached", limit=limit.key, used=limit.used)
         self.log.stopped_by = limit.key
-        self._wind_down(flow, max(0.0, limit.left_s - RESERVE_S))
+        self._wind_down(flow, Order.ADMIT_NO_MORE, max(0.0, limit.left_s - RESERVE_S))
         if self.stop.count:
             self.log.stopped_by = ""
             return self._drain(flow)
@@ -149,35 +154,50 @@ class Watch:
         )
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:
-        """Accept no more units, let open ones finish within `run.drain_timeout`, and save the finished rows of the
-        rest.
+        """Begin no more rows, let those that run finish within `run.drain_timeout`, and save the finished rows of open
+        units.
 
         A second signal ends it at once. Always raises: Interrupted, or EndOfUnits if all units finished.
         """
         self.reporter.note(f"draining: {self.stop.reason}")
-        self._wind_down(flow, self.settings.drain_timeout)
+        self._wind_down(flow, Order.DRAIN, self.settings.drain_timeout)
         written = self.totals.now().rows
         raise Interrupted(f"Stopped by {self.stop.reason} with {written} of {self.num_rows} rows written.")
 
-    def _wind_down(self, flow: "Dataflow | InProcessDataflow", finish_s: float) -> None:
-        """Accept no more units; after finish_s stop midway through open ones. A signal ends it at once."""
+    def _wind_down(self, flow: "Dataflow | InProcessDataflow", order: Order, finish_s: float) -> None:
+        """Give an order; after finish_s stop midway through open units. A signal ends it at once."""
         seen = self.stop.count
-        # heard_s: after that time each actor has reported since it received the order
-        for order, limit_s, heard_s in (
-            (Order.ADMIT_NO_MORE, finish_s, 3 * TICK_S),
-            (Order.GIVE_UP, GIVE_UP_S, TICK_S),
-        ):
-            flow.order(order)
-            ordered_at = next_look = time.monotonic()
-            while self.stop.count == seen and time.monotonic() < ordered_at + limit_s:
-                self._count_next(flow)
-                if time.monotonic() >= next_look:
-                    self._look(flow)
-                    self.reporter.update("draining")
-                    next_look = time.monotonic() + TICK_S
-                    working = any(actor.record.units_in_progress for actor in self.log.actors)
-                    if time.monotonic() > ordered_at + heard_s and not working:
-                        break
+        self._order(flow, order, finish_s, heard_s=3 * TICK_S)
+        if self.stop.count == seen:
+            self._order(flow, Order.GIVE_UP, GIVE_UP_S, heard_s=TICK_S)
+
+    def _order(self, flow: "Dataflow | InProcessDataflow", order: Order, limit_s: float, heard_s: float) -> None:
+        """Give an order and wait up to limit_s until no unit is open. A signal ends the wait. heard_s: after that time
+        each actor has reported since it received the order."""
+        seen = self.stop.count
+        flow.order(order)
+        ordered_at = next_look = time.monotonic()
+        while self.stop.count == seen and time.monotonic() < ordered_at + limit_s:
+            self._count_next(flow)
+            if time.monotonic() >= next_look:
+                self._look(flow)
+                self.reporter.update("draining")
+                next_look = time.monotonic() + TICK_S
+                working = any(actor.record.units_in_progress for actor in self.log.actors)
+                if time.monotonic() > ordered_at + heard_s and not working:
+                    break
+
+    def _save_open_rows(self, flow: "Dataflow | InProcessDataflow") -> None:
+        """Save the finished rows of open units after a failure: they were computed, and a server's are paid."""
+        flow.order(Order.GIVE_UP)
+        deadline = time.monotonic() + GIVE_UP_S
+        with contextlib.suppress(EndOfUnits):
+            while time.monotonic() < deadline and flow.actors() is not None:
+                self._look(flow)
+                if not any(actor.record.units_in_progress for actor in self.log.actors):
+                    return
+                with contextlib.suppress(PipelineError):  # other units end with the same failure
+                    self._count_next(flow)
 
 
 def _lost_machines(actors: list[ActorState]) -> set[str]:

@@ -242,9 +242,37 @@ class RunRecord(JsonRecord):
         prices = [token_usd(actor.stats, self.usd_per_million) for actor in self.actors]
         return sum(prompt for prompt, _ in prices), sum(generated for _, generated in prices)
 
+    def unmetered_usd(self) -> float:
+        """Return the most that requests of unknown usage cost, those open at its last report included."""
+        return sum(unmetered_usd(with_open_as_unmetered(actor.stats), self.usd_per_million) for actor in self.actors)
+
     def stat(self, name: str) -> int:
         """Return a counter of EngineStats, summed over the actors."""
         return sum(actor.stats.get(name, 0) for actor in self.actors)
+
+
+def unmetered_usd(stats: Mapping[str, int], prices: Mapping[str, float]) -> float:
+    """Return the most that an actor's requests of unknown usage cost: each at its prompt and its maximum output."""
+    return _bound_usd(stats, prices, "unmetered")
+
+
+def committed_usd(stats: Mapping[str, int], prices: Mapping[str, float]) -> float:
+    """Return the price of an actor's tokens, with unmetered and open requests at their bounds."""
+    return sum(token_usd(stats, prices)) + unmetered_usd(stats, prices) + _bound_usd(stats, prices, "open")
+
+
+def _bound_usd(stats: Mapping[str, int], prices: Mapping[str, float], kind: str) -> float:
+    if not prices:
+        return 0.0
+    prompt, generated = (stats.get(f"{kind}_{name}_tokens", 0) for name in ("prompt", "generated"))
+    return (prompt * prices["input"] + generated * prices["output"]) / 1e6
+
+
+def with_open_as_unmetered(stats: Mapping[str, int]) -> dict[str, int]:
+    """Return the counters of a process that has ended: the usage of its open requests stays unknown."""
+    ended = {name: count for name, count in stats.items() if not name.startswith(("open_", "needed_", "num_open"))}
+    moved = {f"unmetered_{name}_tokens": stats.get(f"open_{name}_tokens", 0) for name in ("prompt", "generated")}
+    return summed([ended, {**moved, "num_unmetered": stats.get("num_open", 0)}]) if any(moved.values()) else ended
 
 
 def token_usd(stats: Mapping[str, int], prices: Mapping[str, float]) -> tuple[float, float]:

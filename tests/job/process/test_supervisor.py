@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from pipeline.engine.params import EngineConfig, Request, SamplingParams
-from pipeline.errors import EnvironmentFailed
+from pipeline.errors import EngineUnusable, EnvironmentFailed
 from pipeline.job.process.child import ChildSpec, Ended
 from pipeline.job.process.messages import Ready, Start
 from pipeline.job.process.supervisor import Supervisor, computed
@@ -51,6 +51,12 @@ def check(requested: list[Request], completions, failed: set[int] = frozenset())
         else:
             assert completion.error is None
             assert completion.token_ids == answer(request.prompt_token_ids, request.params.seed, 6)
+
+
+def generate(supervisor, rows):
+    done = supervisor.generate(rows)
+    supervisor.raise_failure()
+    return done
 
 
 def test_rows_of_several_threads_return_to_their_callers(start):
@@ -159,13 +165,13 @@ def test_fault_6_a_hung_step_is_ended_its_stack_kept_and_its_row_found(start):
 def test_too_little_memory_to_load_is_the_environments_failure(start):
     supervisor = start(fail_load="MemoryError")
     with pytest.raises(EnvironmentFailed, match=r"not enough memory to load .*kv_cache_memory_bytes"):
-        supervisor.generate(requests(["row"]))
+        generate(supervisor, requests(["row"]))
 
 
 def test_an_engine_that_always_dies_is_not_taken_for_bad_rows(start):
     supervisor = start(kill="row")
     with pytest.raises(EnvironmentFailed, match=r"rows in a row ended the engine's process .signal SIGKILL"):
-        supervisor.generate(requests([f"row {i}" for i in range(8)]))
+        generate(supervisor, requests([f"row {i}" for i in range(8)]))
 
 
 def test_more_memory_is_advised_only_if_it_may_be_short():
@@ -186,34 +192,100 @@ def test_an_import_that_fails_is_not_taken_for_too_little_memory(start, tmp_path
     (tmp_path / "broken" / "queue.py").write_text("from random import nothing\n")
     monkeypatch.syspath_prepend(str(tmp_path / "broken"))
     with pytest.raises(EnvironmentFailed, match=r"queue\.py, line 1: ImportError: cannot import") as raised:
-        start().generate(requests(["row"]))
+        generate(start(), requests(["row"]))
     assert "enough memory" not in str(raised.value)
 
 
 def test_fault_7_a_load_that_reports_nothing_for_too_long_is_ended(start):
     supervisor = start(load_s=60, load_timeout_s=1.5)
     with pytest.raises(EnvironmentFailed, match=r"no message while loading for 1\.5 s \(run\.stall_timeout\)"):
-        supervisor.generate(requests(["row"]))
+        generate(supervisor, requests(["row"]))
 
 
 def test_closing_ends_the_process_and_open_calls(start):
     supervisor = start(step_s=0.2)
-    failures = []
-
-    def call():
-        try:
-            supervisor.generate(requests(["row"] * 100))
-        except EnvironmentFailed as error:
-            failures.append(str(error))
-
-    thread = threading.Thread(target=call)
+    done = []
+    thread = threading.Thread(target=lambda: done.extend(supervisor.generate(requests(["row"] * 100))))
     thread.start()
     time.sleep(1.0)
     process = supervisor._child.process
     supervisor.close()
     thread.join(timeout=60)
-    assert failures == ["The engine was closed."]
+    assert len(done) < 100
     assert process.poll() is not None
+    with pytest.raises(EnvironmentFailed, match=r"^The engine was closed\.$"):
+        supervisor.raise_failure()
+
+
+def running(supervisor, requested):
+    """Start a call of `generate` in a thread; return it and the list that receives its completions."""
+    answers = []
+    call = threading.Thread(target=lambda: answers.extend(supervisor.generate(requested)))
+    call.start()
+    return call, answers
+
+
+def test_after_a_drain_no_row_begins_and_those_that_run_finish_however_fast_rows_finish(start):
+    """Rows that finish every few milliseconds leave the supervisor no pause in which it could notice a stop."""
+    supervisor = start(step_s=0.002, max_num_seqs=4)
+    requested = requests([f"row {i}" for i in range(4000)])
+    call, answers = running(supervisor, requested)
+    while supervisor.open_rows_done() < 20:
+        time.sleep(0.005)
+    before = supervisor.open_rows_done()
+    supervisor.drain()
+    began = time.monotonic()
+    call.join(timeout=60)
+    assert time.monotonic() - began < 3
+    assert before <= len(answers) < 1000
+    stats = supervisor.stats()
+    assert computed(answers) == Computed(stats["prompt_tokens"], stats["generated_tokens"])  # all that began finished
+    assert supervisor.generate(requested) == []
+
+
+@pytest.mark.parametrize("end", ["interrupt", "close"])
+def test_the_process_ends_soon_after_the_end_however_fast_rows_finish(start, end):
+    supervisor = start(step_s=0.002, max_num_seqs=4)
+    call, answers = running(supervisor, requests([f"row {i}" for i in range(20_000)]))
+    while supervisor.open_rows_done() < 20:
+        time.sleep(0.005)
+    process, began = supervisor._child.process, time.monotonic()
+    getattr(supervisor, end)()
+    call.join(timeout=60)
+    assert process.wait(timeout=60) is not None
+    assert time.monotonic() - began < 3
+    assert 20 <= len(answers) < 10_000
+
+
+def test_a_process_that_dies_in_a_drain_is_not_replaced(start):
+    supervisor = start(step_s=0.05, max_num_seqs=2, kill="last")
+    call, answers = running(supervisor, requests([f"row {i}" for i in range(3)] + ["last"] + ["never"] * 50))
+    while supervisor.open_rows_done() < 2:
+        time.sleep(0.005)
+    supervisor.drain()
+    call.join(timeout=60)
+    assert 2 <= len(answers) <= 4
+    time.sleep(0.5)
+    assert supervisor.deaths().count <= 1
+
+
+def test_a_drain_while_the_model_loads_ends_the_calls(start):
+    supervisor = start(load_s=30)
+    call, answers = running(supervisor, requests(["row"]))
+    time.sleep(0.3)
+    supervisor.drain()
+    call.join(timeout=5)
+    assert not call.is_alive()
+    assert answers == []
+
+
+def test_finished_rows_survive_a_failure_of_the_engine(start):
+    supervisor = start(step_s=0.02, max_num_seqs=1, unusable="row 5")
+    done = supervisor.generate(requests([f"row {i}" for i in range(10)]))
+    assert [completion.row_id for completion in done] == [0, 1, 2, 3, 4]
+    assert supervisor.deaths().count == 0
+    with pytest.raises(EngineUnusable, match=r"^a fake failure that no restart heals$"):
+        supervisor.raise_failure()
 
 
 def test_the_process_ends_when_its_parent_has_ended(tmp_path):

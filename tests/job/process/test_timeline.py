@@ -132,8 +132,8 @@ def test_the_registry_gives_each_actor_its_time_from_the_runs_start_to_its_end(c
     assert registry.register(b"a") == (0, 3_000_000, False)
     clock[0] += 500_000
     assert registry.register(b"b") == (1, 3_500_000, False)
-    assert not registry.report(replace(state(0, 3_000_000), report_number=2))
-    assert not registry.report(state(1, 3_400_000, at_rest="load"))
+    assert not registry.report(replace(state(0, 3_000_000), report_number=2))[0]
+    assert not registry.report(state(1, 3_400_000, at_rest="load"))[0]
     clock[0] += 500_000
     ends = registry.states(end=True)
     assert [s.record.machine_us for s in ends] == [4_000_000, 4_000_000]
@@ -142,7 +142,8 @@ def test_the_registry_gives_each_actor_its_time_from_the_runs_start_to_its_end(c
     registry.report(replace(state(0, 2_000_000), report_number=1))  # a late report changes nothing
     assert registry.states()[0].record.machine_us == 3_000_000
     registry.give(Order.ADMIT_NO_MORE)
-    assert registry.report(state(0, 3_000_000)) == Order.ADMIT_NO_MORE
+    registry.grant({0: 2.5})
+    assert registry.report(state(0, 3_000_000)) == (Order.ADMIT_NO_MORE, 2.5)
     assert registry.actors() == [b"a", b"b"]
 
 
@@ -238,15 +239,15 @@ def test_an_actor_whose_machine_is_drained_leaves_and_is_not_paid_for_after_that
 
     def report(report_number, open_units):
         record = ActorRecord(number, {**no_phases(), "decode": clock[0]}, units_in_progress=open_units)
-        return registry.report(ActorState(record, report_number=report_number))
+        return registry.report(ActorState(record, report_number=report_number))[0]
 
-    assert report(1, 2) == Order.GO_ON
+    assert report(1, 2) == Order.CONTINUE
     registry.drain({"node-a"})
     assert report(2, 2) == Order.ADMIT_NO_MORE
     clock[0] = 31_000_000
     assert report(3, 1) == Order.LEAVE  # the time is over
     registry.drain({"node-b"})  # it was called off
-    assert report(4, 1) == Order.GO_ON
+    assert report(4, 1) == Order.CONTINUE
     registry.drain({"node-a"})
     assert report(5, 0) == Order.LEAVE  # there is nothing left to do
     clock[0] = 31_500_000

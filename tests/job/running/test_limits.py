@@ -1,5 +1,7 @@
 """cost.budget_usd and run.max_runtime: a run ends itself inside them, and the next one does the rest."""
 
+import math
+
 import pytest
 
 from pipeline.config.sections.limits import CostSection, TokenPricesSection
@@ -102,14 +104,70 @@ def test_a_budget_counts_every_actor_and_the_runs_before():
         RunLimits(CostSection(hourly_usd=A_SECOND, budget_usd=3.0), section, earlier)
 
 
-def test_a_budget_counts_a_servers_tokens_at_their_price_and_rate():
-    """Ten dollars of tokens came in ten seconds, so the other ninety last ninety seconds."""
-    cost = CostSection(usd_per_million=TokenPricesSection(input=1.0, output=4.0), budget_usd=100.0)
-    hosted = state(0, decode_us=10**7, stats={"prompt_tokens": 2_000_000, "generated_tokens": 2_000_000})
-    limit = RunLimits(cost, RunSection(), ()).nearest([hosted], 10.0)
-    assert (limit.key, limit.left_s) == (BUDGET, pytest.approx(90))
-    earlier = [RunRecord("1", "", actors=[hosted.record], usd_per_million=cost.token_prices)]
-    assert RunLimits(cost, RunSection(), earlier).nearest([hosted], 10.0).left_s == pytest.approx(80)
+HOSTED = {"input": 1.0, "output": 4.0}
+
+
+def hosted(actor=0, open_units=1, needed_usd=0.0, **tokens) -> ActorState:
+    return state(actor, open_units, stats={**tokens, "needed_nanousd": int(needed_usd * 1e9)})
+
+
+def hosted_limits(budget_usd=100.0, earlier=(), **cost) -> RunLimits:
+    prices = TokenPricesSection(**HOSTED)
+    return RunLimits(CostSection(usd_per_million=prices, budget_usd=budget_usd, **cost), RunSection(), earlier)
+
+
+def test_a_budget_counts_a_servers_tokens_and_requests_of_unknown_usage_at_their_bound():
+    used = hosted(prompt_tokens=2_000_000, generated_tokens=2_000_000, unmetered_generated_tokens=250_000)
+    limit = hosted_limits().nearest([used], 10.0)
+    assert (limit.key, limit.left_s, limit.share) == (BUDGET, math.inf, pytest.approx(0.11))
+    killed = hosted(prompt_tokens=2_000_000, open_prompt_tokens=1_000_000)
+    earlier = [RunRecord("1", "", actors=[killed.record], usd_per_million=CostSection(
+        usd_per_million=TokenPricesSection(**HOSTED)).token_prices)]  # fmt: skip
+    assert hosted_limits(earlier=earlier).nearest([used], 10.0).share == pytest.approx(0.14)
+
+
+def test_one_engine_is_granted_what_the_budget_leaves():
+    limits = hosted_limits(hourly_usd=A_SECOND)
+    assert limits.grants([hosted()]) == {0: pytest.approx(100)}
+    assert limits.grants([state(0, 1, decode_us=10**7)]) == {0: pytest.approx(100)}  # a grant never falls
+    own = CostSection(budget_usd=5.0, hourly_usd=1.0)
+    assert RunLimits(own, RunSection(), ()).grants([hosted()]) is None
+    assert RunLimits(CostSection(usd_per_million=TokenPricesSection(**HOSTED)), RunSection(), ()).grants([]) is None
+
+
+def test_grants_of_several_engines_never_exceed_the_budget_and_strand_little():
+    """Three engines spend at different rates up to their grants; the second dies in the middle."""
+    limits, spent, dead = hosted_limits(budget_usd=1.0), [0, 0, 0], False
+    for tick in range(4000):
+        granted = limits.grants([]) or {}
+        actors = []
+        for number, rate in enumerate((5000, 2000, 300)):
+            lost = dead and number == 1
+            room = int((granted.get(number, 0.0) - spent[number] / 1e6) * 1e6)
+            step = 0 if lost else min(rate, max(0, room) // 10 * 10)  # a request takes 10 tokens
+            spent[number] += step
+            needed = 10e-6 if step == 0 and not lost else 0.0
+            actors.append(hosted(number, 1, needed, prompt_tokens=spent[number]))
+            if lost:
+                actors[-1] = state(number, 0, node_lost=True, stats={"prompt_tokens": spent[number]})
+        dead = dead or tick == 40
+        assert sum(spent) <= 1_000_000
+        limits.grants(actors)
+        if limits.nearest(actors, 1.0).left_s == 0.0:
+            break
+    assert 990_000 <= sum(spent) <= 1_000_000
+    assert tick < 3990
+
+
+def test_a_run_on_a_server_ends_when_nothing_is_open_and_the_next_request_does_not_fit():
+    limits = hosted_limits(budget_usd=1.0)
+    limits.grants([hosted()])
+    waits = hosted(needed_usd=0.2, prompt_tokens=900_000)
+    assert limits.nearest([waits], 1.0).left_s == 0.0
+    assert limits.nearest([hosted(needed_usd=0.05, prompt_tokens=900_000)], 1.0).left_s == math.inf
+    computes = hosted(1, prompt_tokens=0)
+    assert limits.nearest([waits, computes], 1.0).left_s == math.inf  # the other one has open requests
+    assert limits.nearest([hosted(open_units=0)], 1.0).left_s == math.inf
 
 
 def test_there_is_one_warning_when_a_large_share_of_a_limit_is_used():

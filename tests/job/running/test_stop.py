@@ -1,5 +1,6 @@
 """Signals at any moment of a run: it soon drains or ends with Interrupted, and the next run does the rest."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,7 +10,7 @@ import time
 
 import pytest
 
-from pipeline.errors import Interrupted
+from pipeline.errors import EnvironmentFailed, Interrupted
 from pipeline.job.running import run as run_module
 from pipeline.job.running.stop import ONE_STOP_S, Stopped, StopSignals
 from tests.job.conftest import TEXTS, run, runs
@@ -59,6 +60,39 @@ def test_a_signal_while_verifying_or_publishing_ends_the_run_at_once(job, monkey
     monkeypatch.setattr(run_module, step, original)
     run(job)
     job.check(TEXTS)
+
+
+def test_a_stop_in_a_large_unit_of_short_rows_begins_no_more_and_keeps_what_has_finished(job):
+    texts = [f"text {i}" for i in range(1024)]
+    job.fake(step_s=0.01, max_num_seqs=4).rows(texts)
+    sections = {"output": {"rows_per_file": 1024}, "run": {"window_rows": 5000, "drain_timeout": "1 s"}}
+    with pytest.raises(Interrupted, match="Stopped by SIGINT with 0 of 1024 rows written"):
+        run(job, [(lambda status: status.rows_done > 50, signal.SIGINT)], **sections)
+    (partial,) = (job.output / "_pipeline" / "partial").iterdir()
+    kept = len(json.loads(partial.read_text()))
+    (actor,) = runs(job)[0]["actors"]
+    assert 50 < kept < 600
+    assert actor["kept_tokens"]["generated"] == actor["stats"]["generated_tokens"]  # no row was begun in vain
+    report, _ = run(job, **sections)
+    job.check(texts)
+    assert report.work.resumed_rows == kept
+
+
+@pytest.mark.parametrize("rows_per_file", [8, 512])
+def test_rows_that_finished_before_an_engine_failed_for_good_are_kept(job, tmp_path, rows_per_file):
+    cured = tmp_path / "cured"
+    job.fake(step_s=0.02, unusable="text 40", cured_by=str(cured)).rows(TEXTS)
+    sections = {"output": {"rows_per_file": rows_per_file}, "run": {"window_rows": 100}}
+    with pytest.raises(EnvironmentFailed, match="a fake failure that no restart heals"):
+        run(job, **sections)
+    first = runs(job)[0]
+    kept = sum(len(json.loads(p.read_text())) for p in (job.output / "_pipeline" / "partial").iterdir())
+    assert first["rows_written"] + kept >= 20
+    assert [actor["restarts"] for actor in first["actors"]] == [0]
+    cured.touch()
+    report, _ = run(job, **sections)
+    job.check(TEXTS)
+    assert report.work.resumed_rows == kept
 
 
 def test_a_hangup_that_was_ignored_stays_ignored():
