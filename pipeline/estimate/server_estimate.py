@@ -148,8 +148,8 @@ def _doubts(runs: Sequence[RunRecord], short: _Short | None) -> Iterator[str]:
             f"{short.reachable:,.0f}, so it probably takes less time than expected here; low assumes that the server "
             "answers them as fast"
         )
-    if unmetered := sum(run.stat("num_unmetered") for run in runs):
-        yield f"{unmetered:,} answers had no usable token counts, which are missing in tokens and cost"
+    if unmetered := sum(run.unmetered.get("num_unmetered", 0) for run in runs):
+        yield f"{unmetered:,} requests are of unknown usage, which is missing in tokens and cost"
 
 
 def _around(total: float, lengths: Iterable[tuple[int, int]]) -> Interval:

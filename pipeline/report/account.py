@@ -55,6 +55,7 @@ class Cost:
     per_1m_with_cached_usd: float | None  # prompt tokens, including cached ones
     unpriced_runs: int
     phases_usd: Mapping[str, float] | None = None
+    unmetered_usd: float = 0.0  # the most that requests of unknown usage cost, not part of the total
 
 
 def accounted(runs: Sequence[RunRecord], lost: Sequence[LostTime]) -> list[dict[str, int]]:
@@ -104,6 +105,7 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
         per_1m_with_cached_usd=_each(prompt, tokens.input, 1_000_000),
         unpriced_runs=0,
         phases_usd=usd,
+        unmetered_usd=sum(run.unmetered_usd() for run in runs),
     )
 
 

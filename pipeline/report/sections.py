@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from pipeline.formatting import duration, money, percent
 from pipeline.report.record.row_stats import HISTOGRAM_ERROR
-from pipeline.report.record.run_record import PHASE_MEANING, per_second
+from pipeline.report.record.run_record import PHASE_MEANING, per_second, summed
 from pipeline.report.run_report import RunReport
 
 _LATENCIES = {
@@ -193,8 +193,13 @@ def _server(report: RunReport, requests: int) -> str:
         f"{total('num_rejected'):,} rejected for load and {total('num_retries'):,} failed, then sent again",
         f"{total('client_us') / requests / 1000:.2f} ms of our processor time each",
     ]
-    if unmetered := total("num_unmetered"):
-        facts.append(f"{unmetered:,} without usable token counts, which are missing in tokens and cost")
+    unmetered = summed([run.unmetered for run in report.runs])
+    if count := unmetered.get("num_unmetered", 0):
+        prompt, generated = (unmetered.get(f"unmetered_{name}_tokens", 0) for name in ("prompt", "generated"))
+        facts.append(
+            f"{count:,} of unknown usage (answers without token counts, cut, or given up), not in tokens and cost: at "
+            f"most {prompt:,} prompt and {generated:,} generated tokens"
+        )
     return "; ".join(facts)
 
 
@@ -220,6 +225,8 @@ def _cost(report: RunReport) -> Section:
     note = "Prefill is charged to prompt tokens, decode to generated tokens, and all other time to both in proportion."
     if of_tokens := sum(sum(run.token_usd()) for run in report.runs):
         note = f"{money(of_tokens)} of it are the server's prices for tokens. {note}"
+    if unmetered := cost.unmetered_usd:
+        note = f"Requests of unknown usage may have cost up to {money(unmetered)} more. {note}"
     priced = [(label, "n/a" if usd is None else money(usd)) for label, usd in rows]
     return Section(title="Cost", columns=("", "USD"), rows=priced, notes=[note])
 

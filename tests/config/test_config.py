@@ -322,7 +322,7 @@ def test_the_longest_prefix_of_a_url_gives_its_options(job):
 def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
     config = job(STORES)
     assert "hunter2" not in repr(config).replace("ftp://user:hunter2@", "")
-    assert "storage" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
+    assert "storage_options" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
     assert "hunter2" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])
     found = "\n".join(mistakes(text=MINIMAL + "storage_options: {s3: hunter2}\n"))
     assert "storage_options.s3" in found

@@ -352,3 +352,28 @@ def test_what_is_no_prompt_or_no_params_is_refused_before_anything_is_computed(f
             next(engine.stream([Request(0, "Hello", fine)]))  # type: ignore[arg-type]
         assert not engine.has_unfinished
         assert engine.generate("fine", fine)[0].error is None
+
+
+@pytest.mark.parametrize("num_tokens", [2000, 200])  # of the KV cache; the smaller one preempts
+def test_after_a_drain_requests_that_have_begun_finish_and_no_other_begins(folder: Path, num_tokens: int) -> None:
+    prompts = prompts_of(14, seed=5)
+    params = [greedy(40)] * 12 + [SamplingParams(n=2, temperature=1.0, max_tokens=40, ignore_eos=True)] * 2
+    requests = [Request(row, prompt, own) for row, (prompt, own) in enumerate(zip(prompts, params, strict=True))][::-1]
+    with float32_engine(folder, max_num_seqs=5) as engine:
+        whole = {done.row_id: done for done in engine.stream(requests)}
+    cache = _kv_bytes(folder, num_tokens)
+    with float32_engine(folder, max_num_seqs=5, kv_cache_memory_bytes=cache, max_model_len=128) as engine:
+        engine.scheduler.admission.expected_output = 1
+        done: list[Completion] = []
+        for request in requests:
+            engine.add(request)
+        while len(done) < 2 or (num_tokens < 1000 and not engine.stats.num_preemptions):
+            done += engine.step()
+        num_waiting = len(engine.scheduler.waiting)
+        engine.drain()
+        assert len(engine.scheduler.waiting) < num_waiting
+        while engine.has_unfinished:
+            done += engine.step()
+        assert 2 < len(done) < len(prompts)
+        for completion in done:
+            assert completion.token_ids == whole[completion.row_id].token_ids

@@ -102,6 +102,23 @@ def test_prices_of_a_servers_tokens_are_charged_to_their_kind_and_add_to_machine
     assert "server's prices for tokens" in text(report(hosted))
 
 
+def test_the_most_that_requests_of_unknown_usage_cost_is_shown_next_to_the_cost():
+    """Two answers without usage, and one request that was open when the run was killed."""
+    counters = {"prompt_tokens": 10**6, "generated_tokens": 10**6, "num_requests": 9, "num_unmetered": 2,
+                "unmetered_prompt_tokens": 300, "unmetered_generated_tokens": 10**6, "num_open": 1,
+                "open_prompt_tokens": 100, "open_generated_tokens": 10**6}  # fmt: skip
+    prices = {"input": 1.0, "cached_input": 0.5, "output": 4.0}
+    hosted = replace(run(None, decode=HOUR), usd_per_million=prices, resolved={"device": "server"})
+    hosted = replace(hosted, actors=[replace(hosted.actors[0], stats=counters)])
+    built = report(hosted)
+    assert built.cost.total_usd == pytest.approx(5.0)
+    assert built.cost.unmetered_usd == pytest.approx(8.0, abs=0.001)
+    words = " ".join(text(built).split())
+    assert "Requests of unknown usage may have cost up to $8.00 more" in words
+    assert "3 of unknown usage" in words
+    assert "at most 400 prompt and 2,000,000 generated tokens" in words
+
+
 def test_without_tokens_and_rows_their_price_is_null():
     runs = [run(1.0, load=HOUR)]
     cost = allocate(runs, accounted(runs, [LostTime()]), Tokens(0, 0, 0), rows=0)

@@ -242,26 +242,27 @@ class RunRecord(JsonRecord):
         prices = [token_usd(actor.stats, self.usd_per_million) for actor in self.actors]
         return sum(prompt for prompt, _ in prices), sum(generated for _, generated in prices)
 
+    @property
+    def unmetered(self) -> dict[str, int]:
+        """Counters of its engines, in which requests that were open at their last report are of unknown usage."""
+        return summed([with_open_as_unmetered(actor.stats) for actor in self.actors])
+
     def unmetered_usd(self) -> float:
-        """Return the most that requests of unknown usage cost, those open at its last report included."""
-        return sum(unmetered_usd(with_open_as_unmetered(actor.stats), self.usd_per_million) for actor in self.actors)
+        """Return the most that requests of unknown usage cost, in addition to `token_usd`."""
+        return _bound_usd(self.unmetered, self.usd_per_million, "unmetered")
 
     def stat(self, name: str) -> int:
         """Return a counter of EngineStats, summed over the actors."""
         return sum(actor.stats.get(name, 0) for actor in self.actors)
 
 
-def unmetered_usd(stats: Mapping[str, int], prices: Mapping[str, float]) -> float:
-    """Return the most that an actor's requests of unknown usage cost: each at its prompt and its maximum output."""
-    return _bound_usd(stats, prices, "unmetered")
-
-
 def committed_usd(stats: Mapping[str, int], prices: Mapping[str, float]) -> float:
     """Return the price of an actor's tokens, with unmetered and open requests at their bounds."""
-    return sum(token_usd(stats, prices)) + unmetered_usd(stats, prices) + _bound_usd(stats, prices, "open")
+    return sum(token_usd(stats, prices)) + sum(_bound_usd(stats, prices, kind) for kind in ("unmetered", "open"))
 
 
 def _bound_usd(stats: Mapping[str, int], prices: Mapping[str, float], kind: str) -> float:
+    """Return the price of requests of unknown usage, or open ones: each at its prompt and its maximum output."""
     if not prices:
         return 0.0
     prompt, generated = (stats.get(f"{kind}_{name}_tokens", 0) for name in ("prompt", "generated"))

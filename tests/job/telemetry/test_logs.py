@@ -190,7 +190,7 @@ def test_nothing_of_a_run_with_its_output_in_a_store_is_left_on_the_machine(job,
     job.rows(TEXTS)
     with FaultyStore() as faulty:
         bucket = faulty.bucket
-        run(job, output={"path": bucket.url("out")}, storage={"s3": dict(bucket.storage)})
+        run(job, output={"path": bucket.url("out")}, storage_options={"s3": dict(bucket.storage)})
         names = {key.rpartition("/")[2]: bucket.get(key) for key in bucket.tags() if "/logs/" in key}
     assert b"ready" in names["engine-0.log"]
     assert b"ended: finished" in names["driver.log"]
