@@ -101,7 +101,7 @@ def submit(
 @json_flag
 @handle_errors
 def cancel(target: str, address: str | None, as_json: bool, **overlays: Any) -> None:
-    """Stop a job that was submitted to a cluster: open work is finished within run.drain_timeout and kept.
+    """Stop a job that was submitted to a cluster: running rows finish within run.drain_timeout, and all finished ones are kept.
 
     \b
     Examples:

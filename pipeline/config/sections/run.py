@@ -77,7 +77,7 @@ class RunSection(ConfigSection):
     )
     drain_timeout: Duration = Field(
         default=30.0,
-        description="Time to finish open work after a stop signal or a spot notice.",
+        description="Time for running rows to finish after a stop signal or a spot notice.",
         examples=["2 min"],
         json_schema_extra={"default": "30 s"},
     )
