@@ -102,7 +102,7 @@ def test_prices_of_a_servers_tokens_are_charged_to_their_kind_and_add_to_machine
     assert "server's prices for tokens" in text(report(hosted))
 
 
-def test_the_most_that_requests_of_unknown_usage_cost_is_shown_next_to_the_cost():
+def test_the_maximum_cost_of_requests_of_unknown_usage_is_shown_next_to_the_cost():
     """Two answers without usage, and one request that was open when the run was killed."""
     counters = {"prompt_tokens": 10**6, "generated_tokens": 10**6, "num_requests": 9, "num_unmetered": 2,
                 "unmetered_prompt_tokens": 300, "unmetered_generated_tokens": 10**6, "num_open": 1,

@@ -101,7 +101,8 @@ def submit(
 @json_flag
 @handle_errors
 def cancel(target: str, address: str | None, as_json: bool, **overlays: Any) -> None:
-    """Stop a job that was submitted to a cluster: running rows finish within run.drain_timeout, and all finished ones are kept.
+    """Stop a job that was submitted to a cluster. Rows that run finish within run.drain_timeout, and all finished rows
+    are kept.
 
     \b
     Examples:
