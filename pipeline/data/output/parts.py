@@ -205,10 +205,9 @@ class PartStore:
         table: with `result_columns.output_schema`. metadata: provenance, stored in the file together with the part's
         totals. Raises EnvironmentFailed if the disk fails, OutputError if the existing part is not of this unit.
         """
-        _check_rows(name, table)
-        if self.folder.create(str(name), serialize(table, metadata or {}), "part"):
+        unit = _checked_totals(name, table)
+        if self.folder.create(str(name), serialize(table, metadata or {}, unit), "part"):
             return True
-        unit = PartTotals.of_table(table)
         self.check_unit(name, self.totals_in(name, self.footer(name)), unit.rows, unit.rows_checksum)
         return False
 
@@ -264,8 +263,8 @@ class PartStore:
 
         Raises OutputError, without a change, if the part has changed since it was read.
         """
-        _check_rows(name, table)
-        if not self.folder.swap(str(name), serialize(table, metadata), tag):
+        data = serialize(table, metadata, _checked_totals(name, table))
+        if not self.folder.swap(str(name), data, tag):
             raise OutputError(
                 f"{self.folder.shown(str(name))}: another run replaced or removed this part since it was read; it was "
                 "not changed. Let only one run at a time rewrite an output, then run again"
@@ -329,17 +328,19 @@ class PartStore:
         )
 
 
-def _check_rows(name: PartName, table: pa.Table) -> None:
-    """Check the number of rows before writing: a part with missing rows would count as its whole unit."""
-    rows = PartTotals.of_table(table).rows
-    if rows != name.rows:
-        raise PipelineError(f"{name}: the table has {rows} rows, expected {name.rows}")
+def _checked_totals(name: PartName, table: pa.Table) -> PartTotals:
+    """Return the totals of a part. Checks the number of rows before writing: a part with missing rows would count as
+    its whole unit."""
+    totals = PartTotals.of_table(table)
+    if totals.rows != name.rows:
+        raise PipelineError(f"{name}: the table has {totals.rows} rows, expected {name.rows}")
+    return totals
 
 
-def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
+def serialize(table: pa.Table, metadata: Mapping[str, str], totals: PartTotals) -> bytes:
     """Encode a part: zstd, one row group, page checksums, and provenance and totals in the footer."""
     notes = {k.encode(): v.encode() for k, v in metadata.items()}
-    notes[UNIT_KEY] = PartTotals.of_table(table).to_json().encode()
+    notes[UNIT_KEY] = totals.to_json().encode()
     notes[NONCE_KEY] = secrets.token_hex(8).encode()
     sink = pa.BufferOutputStream()
     pq.write_table(

@@ -91,6 +91,16 @@ def test_a_file_repaired_after_a_kill_leaves_each_row_once(job):
     assert [group["row_group"] for group in damaged.record(0)] == [1, 6]
 
 
+def test_read_tasks_of_ray_cut_by_the_record_too(job, local_ray):
+    damaged = Damaged(job, 1, 6)
+    leave_one_part(job)
+    damaged.repair()
+    run(job)
+    assert damaged.corrupt() == rows_of_group(1)
+    run(job, retry_failed=True)
+    assert damaged.corrupt() == set()
+
+
 @without_ray
 class TestBetweenRuns:
     def test_a_window_is_cut_by_its_record_and_its_recorded_groups_are_not_read(self, job):
