@@ -207,7 +207,7 @@ class _Auditor:
         table = read.table
         totals, problem = PartTotals.of_table(table), part.problem
         if totals != part.totals:
-            problem = f"{name}: its rows, errors or tokens differ from those in its footer"
+            problem = f"{name}: its rows, errors or tokens differ from the counts in its footer"
         positions = pa.table({"file": result_column(table, "source_file"), "row": result_column(table, "source_row")})
         if positions["file"].null_count or positions["row"].null_count:
             return _Part(part.totals, part.schema, None, f"{name}: rows without source_file or source_row")
