@@ -33,7 +33,7 @@ from pipeline.config import load_job
 from pipeline.config.sections.limits import CostSection
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
-from pipeline.data.source import InputWindow, narrowed
+from pipeline.data.source import InputWindow, narrowed, window_checksums
 from pipeline.job.output.success import verify
 from pipeline.job.planning.plan import JobPlan, make_plan, remaining_windows
 from pipeline.job.telemetry.run_log import RunLog
@@ -57,7 +57,8 @@ class ListedParts(LocalFolder):
     def __init__(self, plan: JobPlan, parts_per_window: int, is_stopped: bool) -> None:
         super().__init__(plan.job.config.output.path)
         self._plan, self._num_units, self._is_stopped = plan, parts_per_window, is_stopped
-        self._part = cache(lambda rows: serialize(_rows(plan.schema, rows), {"pipeline.job": "x" * 2000}))
+        self._part = cache(lambda rows: _part(plan.schema, rows))
+        self._checksums = window_checksums(plan.source, plan.windows)
 
     def each_name(self) -> Iterator[str]:
         short, num_units = self._plan.fingerprint.short, self._num_units
@@ -68,15 +69,23 @@ class ListedParts(LocalFolder):
                 yield f"{head}-u{unit:04d}of{num_units:04d}-n{_share(window, unit, num_units)}.parquet"
 
     def tail(self, name: str, length: int) -> bytes:
-        return self._part(int(name.rpartition("-n")[2].removesuffix(".parquet")))[-length:]
+        """Return the end of a part. The first part of a window has the checksum of all rows of the window."""
+        part = PartName.parse(name)
+        assert part is not None
+        checksum = 0 if part.unit else self._checksums[part.window]
+        data, own = self._part(part.rows)
+        return data[-length:].replace(own.encode(), b"%016x" % checksum)
 
 
 def _share(window: InputWindow, unit: int, num_units: int) -> int:
     return window.num_rows // num_units + (unit < window.num_rows % num_units)
 
 
-def _rows(schema: pa.Schema, rows: int) -> pa.Table:
-    return pa.table([pa.nulls(rows, field.type) for field in schema], schema=schema)
+def _part(schema: pa.Schema, rows: int) -> tuple[bytes, str]:
+    """Return a part of `rows` rows, and the checksum in its footer."""
+    table = pa.table([pa.nulls(rows, field.type) for field in schema], schema=schema)
+    totals = PartTotals.of_table(table)
+    return serialize(table, {"pipeline.job": "x" * 2000}, totals), totals.checksum_hex
 
 
 def resume(plan: JobPlan, store: PartStore, parts_per_window: int) -> None:

@@ -10,7 +10,7 @@ import posixpath
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, chain
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from pipeline.data.files.listing import find_files, is_local
 from pipeline.data.files.partitions import partition_array
 from pipeline.data.files.source_file import Slice, SourceFile
 from pipeline.data.requests.input_checks import Requests
+from pipeline.data.row_checksum import MODULUS, range_checksum
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem
 from pipeline.stores.redaction import redacted, shown_url
@@ -33,6 +34,7 @@ from pipeline.stores.retries import RetryCounts
 
 WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 DAMAGED_KEY = b"pipeline.damaged"  # schema metadata: its unreadable rows, a JSON list of [start, stop, reason]
+GROUPS_KEY = b"pipeline.damaged_groups"  # schema metadata: its damaged row groups, a JSON list of DamagedGroup
 WINDOW_BYTES = 256 * 2**20  # approximate max size of a window
 FOOTERS_AT_ONCE = 16  # doubled for stores, where latency dominates
 FILES_AT_ONCE = 8  # of a window, from a store
@@ -51,6 +53,36 @@ class InputWindow:
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, kw_only=True)
+class DamagedGroup:
+    """Damaged row group of a Parquet file, or the slice of it in one window. first_row: its first row in the file.
+
+    Damaged lines of JSON Lines are not listed: a digest covers all lines of a file, so a repaired line makes another
+    input. The digest of a Parquet file covers its footer only.
+    """
+
+    file: str
+    row_group: int
+    first_row: int
+    rows: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class KnownDamage:
+    """Damaged row groups by which a window is cut. They are not read, and other damage raises InputError with `advice`.
+
+    The cut depends on the damage, since an unreadable row has no prompt.
+    """
+
+    groups: tuple[DamagedGroup, ...]
+    advice: str = "it was damaged while it was read; restore it and run again"
+
+    def of_file(self, file: str) -> dict[int, DamagedGroup]:
+        """Return the file's damaged row groups by their number."""
+        return {group.row_group: group for group in self.groups if group.file == file}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +272,11 @@ def read_window(source: Source, window: InputWindow, columns: Iterable[str]) -> 
 
 
 def read_stretches(
-    source: Source, window: InputWindow, columns: Iterable[str], max_bytes: int | None = None
+    source: Source,
+    window: InputWindow,
+    columns: Iterable[str],
+    max_bytes: int | None = None,
+    known: KnownDamage | None = None,
 ) -> Iterator[pa.Table]:
     """Yield these columns of the window's rows in order, followed by `source_file` (string) and `source_row` (int64).
 
@@ -248,12 +284,12 @@ def read_stretches(
     size in the file, where rows share them.
 
     Page checksums are verified if the file has them. Raises InputError if a file changed since planning or is damaged;
-    with `on_corrupt` "skip", damaged rows are null and listed in the schema's metadata. Raises EnvironmentFailed if a
-    file cannot be read.
+    with `on_corrupt` "skip", damaged rows are null and listed in the schema's metadata. known: the damage, if the
+    window was cut before. Raises EnvironmentFailed if a file cannot be read.
     """
     schema = pa.schema([source.schema.field(name) for name in dict.fromkeys(columns)])
     stretch = _StretchReader(source, window, schema)
-    for file, piece, read in _read_files(source, window, schema):
+    for file, piece, read in _read_files(source, window, schema, known):
         sizes = np.zeros(piece.num_rows, np.int64) if max_bytes is None else read.row_bytes(piece.num_rows)
         ends, start = np.concatenate([[0], np.cumsum(sizes)]), 0
         while start < piece.num_rows:
@@ -279,6 +315,7 @@ class _StretchReader:
         self._source, self._window, self._schema = source, window, schema
         self._tables, self._files, self._rows = [], [], []
         self._damaged: list[tuple[int, int, str]] = []
+        self._groups: list[DamagedGroup] = []
         self.num_rows = self.num_bytes = 0
 
     def add(self, file: SourceFile, piece: Slice, read: "_Read", start: int, stop: int) -> None:
@@ -287,6 +324,7 @@ class _StretchReader:
             if max(first, start) < min(last, stop):
                 moved = self.num_rows - start
                 self._damaged.append((max(first, start) + moved, min(last, stop) + moved, reason))
+        self._groups += read.groups
         count, name = stop - start, posixpath.join(self._source.root, file.relative)
         stored = None if read.table is None else _plain(read.table, start, stop, self._schema, name)
         arrays = [_column(f, file, stored, count, f.name in self._source.partitions) for f in self._schema]
@@ -301,6 +339,8 @@ class _StretchReader:
         notes = {WINDOW_KEY: str(self._window.index).encode()}
         if self._damaged:
             notes[DAMAGED_KEY] = json.dumps(self._damaged).encode()
+        if self._groups:
+            notes[GROUPS_KEY] = json.dumps([asdict(group) for group in self._groups]).encode()
         fields = [*self._schema, ("source_file", pa.string()), ("source_row", pa.int64())]
         columns = [*pa.concat_tables(self._tables or [empty_table(self._schema)]).columns, *positions]
         return pa.Table.from_arrays(columns, schema=pa.schema(fields, metadata=notes))
@@ -329,10 +369,11 @@ def _plain(table: pa.Table, start: int, stop: int, schema: pa.Schema, name: str)
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Rows of a slice (None if unreadable), and its damaged rows as (start, stop, reason)."""
+    """Rows of a slice (None if unreadable), its damaged rows as (start, stop, reason), and its damaged row group."""
 
     table: pa.Table | None
     damaged: list[tuple[int, int, str]]
+    groups: tuple[DamagedGroup, ...] = ()
 
     def row_bytes(self, num_rows: int) -> np.ndarray:
         """Return the decoded size of each row's values."""
@@ -342,7 +383,9 @@ class _Read:
         return sizes
 
 
-def _read_files(source: Source, window: InputWindow, schema: pa.Schema) -> Iterator[tuple[SourceFile, Slice, "_Read"]]:
+def _read_files(
+    source: Source, window: InputWindow, schema: pa.Schema, known: KnownDamage | None
+) -> Iterator[tuple[SourceFile, Slice, "_Read"]]:
     """Yield the window's slices in order with the stored columns of `schema`. Damaged rows occur only with skip.
 
     Reads several files of a store concurrently, since a window may consist of many small ones, each with a few
@@ -355,25 +398,59 @@ def _read_files(source: Source, window: InputWindow, schema: pa.Schema) -> Itera
         i, start, stop = stretch
         file = source.files[i]
         slices = list(file.slices(file.first_row + start, file.first_row + stop))
-        read_args = (fs, source.base, source.root, file, slices, stored)
+        damaged = {} if known is None else known.of_file(file.relative)
+        intact = [piece for piece in slices if piece.group not in damaged]
+        read_args = (fs, source.base, source.root, file, intact, stored)
         if file.blocks is not None:
             row_of = (lambda line: line) if source.requests is None else source.requests.row
             lines = zip(slices, json_lines.read_slices(*read_args, row_of), strict=True)
             return [(file, piece, _Read(read.table, read.damaged)) for piece, read in lines]
-        out = []
-        for piece, read in zip(slices, parquet_file.read_slices(*read_args), strict=True):
+        tables: dict[int, pa.Table] = {}
+        for piece, read in zip(intact, parquet_file.read_slices(*read_args), strict=True):
             if isinstance(read, DamagedFile):
+                if known is not None:
+                    raise InputError(f"{read}; {known.advice}") from read
                 if source.on_corrupt == "fail":
                     advice = "repair the file, or set input.on_corrupt: skip to turn these rows into error rows"
                     raise InputError(f"{read}; {advice}") from read
-                group = f"row group {piece.group}: {read.reason}"
-                out.append((file, piece, _Read(None, [(0, piece.num_rows, group)])))
+                damaged[piece.group] = DamagedGroup(
+                    file=file.relative,
+                    row_group=piece.group,
+                    first_row=piece.first_row,
+                    rows=piece.num_rows,
+                    reason=read.reason,
+                )
             else:
-                out.append((file, piece, _Read(read, [])))
-        return out
+                tables[piece.group] = read
+        return [(file, piece, _of_group(piece, tables.get(piece.group), damaged.get(piece.group))) for piece in slices]
 
     with ThreadPoolExecutor(max_workers=1 if is_local(fs) else FILES_AT_ONCE) as pool:
         yield from chain.from_iterable(pool.map(read_file, _stretches(_first_rows(source), window)))
+
+
+def _of_group(piece: Slice, table: pa.Table | None, damage: DamagedGroup | None) -> _Read:
+    if damage is None:
+        return _Read(table, [])
+    return _Read(None, [(0, piece.num_rows, f"row group {piece.group}: {damage.reason}")], (damage,))
+
+
+def group_window(source: Source, window: InputWindow, group: DamagedGroup) -> InputWindow:
+    """Return the part of a window that consists of a damaged row group."""
+    index = next(i for i, file in enumerate(source.files) if file.relative == group.file)
+    start = _first_rows(source)[index] + group.first_row - source.files[index].first_row
+    return InputWindow(window.index, start, start + group.rows)
+
+
+def window_checksums(source: Source, windows: Iterable[InputWindow]) -> dict[int, int]:
+    """Return the checksum of each window's rows, by the window's index. Reads nothing."""
+    first, found = _first_rows(source), {}
+    for window in windows:
+        checksum = 0
+        for i, start, stop in _stretches(first, window):
+            file = source.files[i]
+            checksum += range_checksum(file.relative, file.first_row + start, file.first_row + stop)
+        found[window.index] = checksum % MODULUS
+    return found
 
 
 def narrowed(source: Source, windows: Iterable[InputWindow]) -> Iterator[tuple[tuple[SourceFile, ...], InputWindow]]:

@@ -14,8 +14,18 @@ import pyarrow as pa
 from pipeline.data.bucket import cut_units, estimate_tokens
 from pipeline.data.prompts import PromptSpec, Rendered, render
 from pipeline.data.row_adapters import RowAdapters
+from pipeline.data.row_checksum import row_mixes, sum_of
 from pipeline.data.row_texts import RowTexts
-from pipeline.data.source import DAMAGED_KEY, WINDOW_KEY, InputWindow, Source, read_stretches
+from pipeline.data.source import (
+    DAMAGED_KEY,
+    GROUPS_KEY,
+    WINDOW_KEY,
+    DamagedGroup,
+    InputWindow,
+    KnownDamage,
+    Source,
+    read_stretches,
+)
 from pipeline.errors import RowError
 
 # These follow the kept columns and are accessed by position, so input columns may have the same names.
@@ -89,6 +99,10 @@ class Unit:
         """Return the `source_file` and `source_row` of each row."""
         return list(zip(self.own("source_file").to_pylist(), self.own("source_row").to_pylist()))
 
+    def rows_checksum(self) -> int:
+        """Return the checksum of the unit's rows."""
+        return sum_of(row_mixes(self.own("source_file"), self.own("source_row")))
+
     def of_rows(self, rows: Sequence[int]) -> "Unit":
         """Return a unit with the same window and index, restricted to these rows."""
         return Unit(self.window, self.index, self.num_units, self.table.take(pa.array(rows, pa.int64())))
@@ -115,31 +129,56 @@ class Unit:
 
 @dataclass(frozen=True)
 class _RenderedStretch:
-    """Consecutive rows of a window with their prompts, and the row indices of each unit."""
+    """Consecutive rows of a window with their prompts, the row indices of each unit, and the damaged row groups of the
+    table from which the rows are."""
 
     table: pa.Table
     units: list[np.ndarray]
+    damaged: tuple[DamagedGroup, ...] = ()
+
+    def row_mixes(self) -> np.ndarray:
+        return row_mixes(*(self.table.column(self.table.num_columns - len(OWN_FIELDS) + i) for i in range(2)))
 
 
 class Units:
     """Units of one window, created on access, so that the window's text is not in memory twice. If the window has
-    several stretches, each access reads and renders them again, one at a time."""
+    several stretches, each access reads and renders them again, one at a time.
 
-    def __init__(self, window: int, num_rows: int, stretches: Callable[[], Iterable[_RenderedStretch]]) -> None:
+    damaged: the window's damaged row groups. They are found once, so that each access cuts the same units.
+    """
+
+    def __init__(
+        self,
+        window: int,
+        num_rows: int,
+        stretches: Callable[[KnownDamage | None], Iterable[_RenderedStretch]],
+        known: KnownDamage | None = None,
+    ) -> None:
         self._window, self._stretches = window, stretches
-        self._rows: list[list[int]] = []  # number of rows, by stretch and unit
+        self._rows: list[int] = []  # number of rows, by unit
+        self._checksums: list[int] = []
         self._only: _RenderedStretch | None = None
-        for stretch in stretches():
-            self._rows.append([len(rows) for rows in stretch.units])
+        damaged: dict[tuple[str, int], DamagedGroup] = {}
+        for stretch in stretches(known):
+            mixes = stretch.row_mixes()
+            self._rows += [len(rows) for rows in stretch.units]
+            self._checksums += [sum_of(mixes[rows]) for rows in stretch.units]
+            damaged |= {(group.file, group.row_group): group for group in stretch.damaged}
             if stretch.table.num_rows == num_rows:
                 self._only = stretch
             del stretch  # frees its memory before the next one is created
+        self.damaged = tuple(damaged.values())
+        self._known = known or KnownDamage(self.damaged)
 
     def __len__(self) -> int:
-        return sum(map(len, self._rows))
+        return len(self._rows)
 
     def num_rows_of(self, index: int) -> int:
-        return [count for counts in self._rows for count in counts][index]
+        return self._rows[index]
+
+    def checksum_of(self, index: int) -> int:
+        """Return the checksum of a unit's rows."""
+        return self._checksums[index]
 
     def __iter__(self) -> Iterator[Unit]:
         return self.some(range(len(self)))
@@ -150,7 +189,7 @@ class Units:
     def some(self, indices: Iterable[int]) -> Iterator[Unit]:
         """Yield these units in order."""
         wanted, first = set(indices), 0
-        for stretch in self._stretches() if self._only is None else [self._only]:
+        for stretch in self._stretches(self._known) if self._only is None else [self._only]:
             for i, rows in enumerate(stretch.units, first):
                 if i in wanted:
                     yield Unit(self._window, i, len(self), stretch.table.take(pa.array(rows)))
@@ -160,14 +199,15 @@ class Units:
             del stretch  # frees its memory before the next one is created
 
 
-def window_units(source: Source, window: InputWindow, spec: UnitSpec) -> Units:
-    """Read a window of the input and return its units. Raises the errors of `read_stretches`."""
+def window_units(source: Source, window: InputWindow, spec: UnitSpec, known: KnownDamage | None = None) -> Units:
+    """Read a window of the input and return its units. known: its damage, if it was cut before. Raises the errors of
+    `read_stretches`."""
 
-    def stretches() -> Iterator[_RenderedStretch]:
-        for table in read_stretches(source, window, spec.columns, spec.max_bytes):
+    def stretches(damage: KnownDamage | None) -> Iterator[_RenderedStretch]:
+        for table in read_stretches(source, window, spec.columns, spec.max_bytes, damage):
             yield from _stretches_of(table, spec)
 
-    return Units(window.index, window.num_rows, stretches)
+    return Units(window.index, window.num_rows, stretches, known)
 
 
 def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Units:
@@ -178,12 +218,14 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
     """
     if window is None:
         window = int((table.schema.metadata or {})[WINDOW_KEY])
-    return Units(window, table.num_rows, lambda: _stretches_of(table, spec))
+    return Units(window, table.num_rows, lambda _: _stretches_of(table, spec))
 
 
 def _stretches_of(table: pa.Table, spec: UnitSpec) -> Iterator[_RenderedStretch]:
     """Split a table into stretches whose prompts have at most `spec.max_bytes`, or one row."""
-    damaged = json.loads((table.schema.metadata or {}).get(DAMAGED_KEY, b"[]"))
+    notes = table.schema.metadata or {}
+    damaged = json.loads(notes.get(DAMAGED_KEY, b"[]"))
+    groups = tuple(DamagedGroup(**group) for group in json.loads(notes.get(GROUPS_KEY, b"[]")))
     start = 0
     while start < table.num_rows:
         rest = table.slice(start)
@@ -192,7 +234,7 @@ def _stretches_of(table: pa.Table, spec: UnitSpec) -> Iterator[_RenderedStretch]
         for first, stop, reason in damaged:
             for i in range(max(first - start, 0), min(stop - start, count)):
                 rendered.errors[i], rendered.messages[i] = str(RowError.CORRUPT_INPUT), reason
-        yield _make_stretch(rest.slice(0, count), rendered, spec)
+        yield replace(_make_stretch(rest.slice(0, count), rendered, spec), damaged=groups)
         start += count
 
 

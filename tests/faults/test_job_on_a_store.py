@@ -7,6 +7,7 @@ import pytest
 from pipeline.stores.retries import RetryPolicy
 from tests.faults.store import KEY, SECRET, FaultyStore
 from tests.job.conftest import TEXTS, Job, run, stop_in_a_unit
+from tests.job.input.test_repaired import Damaged
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 
@@ -71,6 +72,21 @@ def test_rows_of_an_interrupted_run_are_reused_from_the_store(job, store):
     kept_tokens = sum(len(row["token_ids"]) for row in done)
     assert report.runs[1].stat("generated_tokens") == sum(rows["num_generated_tokens"].to_pylist()) - kept_tokens
     assert not store.bucket.tags(f"{job.folder.name}/out/_pipeline/partial/")
+
+
+def test_a_file_that_was_repaired_in_the_store_leaves_each_row_once(job, store):
+    damaged = Damaged(job, 1, 6)
+    upload(job, store)
+    run(job)
+    out = f"{job.folder.name}/out/"
+    parts = [key for key in sorted(store.bucket.tags(out)) if key.startswith("part-")]
+    for key in (*parts[1:], "_SUCCESS", "_pipeline/damaged/w00001.json"):
+        store.bucket.client.delete_object(Bucket=store.bucket.name, Key=out + key)
+    store.bucket.put(f"{job.folder.name}/in/f0.parquet", damaged.backup)
+    run(job)
+    rows = table(job, store).to_pylist()
+    assert sorted(row["source_row"] for row in rows) == list(range(80))
+    assert {row["source_row"] for row in rows if row["error"] == "corrupt_input"} == set(range(10, 20))
 
 
 def test_fault_46_no_file_or_log_of_a_job_holds_its_storage_options(job, store, caplog, capfd):

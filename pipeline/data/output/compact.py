@@ -136,6 +136,7 @@ def compact(
         "output_rows": totals.output_rows,
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),
+        "rows_checksum": totals.checksum_hex,
     }
     target.folder.replace(SUCCESS, json.dumps(done, indent=1).encode())
     return Compacted(
@@ -165,7 +166,7 @@ def _counts(source: PartStore, raw: bytes) -> dict[str, Any]:
     try:
         counts = json.loads(raw)
         numbers = [counts[name] for name in ("completed_rows", "error_rows", "num_generated_tokens", "output_rows")]
-        texts = [counts[name] for name in ("job", "fingerprint")]
+        texts = [counts[name] for name in ("job", "fingerprint", "rows_checksum")]
         known = all(isinstance(n, int) for n in numbers) and all(isinstance(t, str) for t in texts)
     except (ValueError, KeyError, TypeError):
         known = False
@@ -352,12 +353,13 @@ def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[s
                 "remove it and compact again"
             )
         totals += held
-    found = (totals.rows, totals.num_error_rows, totals.num_generated_tokens, totals.output_rows)
-    expected_totals = (plan.rows, counts["error_rows"], counts["num_generated_tokens"], counts["output_rows"])
+    found = (totals.rows, totals.num_error_rows, totals.num_generated_tokens, totals.output_rows, totals.checksum_hex)
+    names = ("error_rows", "num_generated_tokens", "output_rows", "rows_checksum")
+    expected_totals = (plan.rows, *(counts[name] for name in names))
     if found != expected_totals:
         raise OutputError(
-            f"{target.path}: holds (rows, error rows, generated tokens, output rows) {found}, but the job's _SUCCESS "
-            f"counts {expected_totals}; {source.path} may have changed meanwhile. Choose another --output and compact "
-            "again"
+            f"{target.path}: holds (rows, error rows, generated tokens, output rows, checksum of rows) {found}, but "
+            f"the job's _SUCCESS counts {expected_totals}; {source.path} may have changed meanwhile. Choose another "
+            "--output and compact again"
         )
     return totals

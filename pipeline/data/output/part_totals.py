@@ -1,4 +1,4 @@
-"""Row and token totals of parts, stored in each part's footer and in `_SUCCESS`."""
+"""Row and token totals of parts with a checksum of their rows, stored in each part's footer and in `_SUCCESS`."""
 
 import json
 from collections import Counter
@@ -9,6 +9,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.output.result_columns import is_first_sample, result_column
+from pipeline.data.row_checksum import MODULUS, rows_checksum
+
+_ROW_ID = ("source_file", "source_row")
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class PartTotals:
     `rows` counts input rows. If samples are rows, the output has `further_samples` more rows, those after each row's
     first sample, and `output_rows` counts all. `num_input_tokens` to `num_generated_tokens` count completed rows;
     `num_cached_tokens` of the prompt tokens came from shared KV blocks, and the others were computed.
-    `num_error_input_tokens` counts the prompt tokens of error rows, which an engine refused or failed.
+    `num_error_input_tokens` counts the prompt tokens of error rows, which an engine refused or failed. `rows_checksum`
+    identifies the input rows (`data/row_checksum.py`); totals that were not read from parts do not have it.
     """
 
     rows: int = 0
@@ -29,6 +33,7 @@ class PartTotals:
     num_generated_tokens: int = 0
     num_error_input_tokens: int = 0
     further_samples: int = 0
+    rows_checksum: int = 0
 
     @property
     def output_rows(self) -> int:
@@ -39,6 +44,11 @@ class PartTotals:
         return sum(self.error_rows.values())
 
     @property
+    def checksum_hex(self) -> str:
+        """`rows_checksum` as it is stored in JSON."""
+        return f"{self.rows_checksum:016x}"
+
+    @property
     def num_computed_tokens(self) -> int:
         """Tokens computed for completed rows: prompt tokens that were not cached, and generated tokens."""
         return self.num_input_tokens - self.num_cached_tokens + self.num_generated_tokens
@@ -46,13 +56,15 @@ class PartTotals:
     def __add__(self, other: "PartTotals") -> "PartTotals":
         errors = Counter(self.error_rows) + Counter(other.error_rows)
         sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
-        return PartTotals(error_rows=dict(sorted(errors.items())), **sums)
+        checksum = (self.rows_checksum + other.rows_checksum) % MODULUS
+        return PartTotals(error_rows=dict(sorted(errors.items())), rows_checksum=checksum, **sums)
 
     def __sub__(self, other: "PartTotals") -> "PartTotals":
-        """Subtract the counts of `other`, clamped at 0."""
+        """Subtract the counts of `other`, clamped at 0, and its rows."""
         errors = Counter(self.error_rows) - Counter(other.error_rows)
         rest = {name: max(0, getattr(self, name) - getattr(other, name)) for name in _COUNTS}
-        return PartTotals(error_rows=dict(sorted(errors.items())), **rest)
+        checksum = (self.rows_checksum - other.rows_checksum) % MODULUS
+        return PartTotals(error_rows=dict(sorted(errors.items())), rows_checksum=checksum, **rest)
 
     @classmethod
     def of_table(cls, table: pa.Table) -> "PartTotals":
@@ -76,14 +88,17 @@ class PartTotals:
             num_generated_tokens=total("num_generated_tokens", completed),
             num_error_input_tokens=total("num_input_tokens", failed),
             further_samples=table.num_rows - num_rows,
+            rows_checksum=rows_checksum(*(result_column(table, name).filter(first) for name in _ROW_ID)),
         )
 
     def to_json(self) -> str:
-        return json.dumps({name: getattr(self, name) for name in _COUNTS} | {"error_rows": dict(self.error_rows)})
+        counts = {name: getattr(self, name) for name in _COUNTS}
+        return json.dumps(counts | {"error_rows": dict(self.error_rows), "rows_checksum": self.checksum_hex})
 
     @classmethod
     def from_json(cls, text: str | bytes) -> "PartTotals":
-        return cls(**json.loads(text))
+        found = json.loads(text)
+        return cls(**{**found, "rows_checksum": int(found["rows_checksum"], 16)})
 
 
-_COUNTS = tuple(f.name for f in fields(PartTotals) if f.name != "error_rows")
+_COUNTS = tuple(f.name for f in fields(PartTotals) if f.name not in ("error_rows", "rows_checksum"))

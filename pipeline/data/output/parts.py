@@ -7,7 +7,7 @@ finds the part and is done. There is no lock, clock or log: resuming takes one l
 import re
 import secrets
 from array import array
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +59,11 @@ class PartName:
         unit = f"u{self.unit:04d}of{self.num_units:04d}"
         return f"part-{self.fingerprint8}-w{self.window:05d}-{unit}-n{self.rows}.parquet"
 
+    @property
+    def of_window(self) -> str:
+        """Pattern of the names of all parts of the window, for messages."""
+        return f"part-{self.fingerprint8}-w{self.window:05d}-*.parquet"
+
     @classmethod
     def parse(cls, text: str) -> "PartName | None":
         """Parse a file name; None if it is not a part's."""
@@ -102,6 +107,10 @@ class DoneUnits:
     def is_done(self, window: int, unit: int) -> bool:
         rows = self._rows.get(window, ())
         return unit < len(rows) and rows[unit] != _NOT_DONE
+
+    def rows_of(self, window: int) -> dict[int, int]:
+        """Return the number of rows of each finished unit in the window."""
+        return {unit: rows for unit, rows in enumerate(self._rows.get(window, ())) if rows != _NOT_DONE}
 
     def units_of(self, window: int) -> int | None:
         """Return the number of units in the window; None if none of its parts exists."""
@@ -191,16 +200,31 @@ class PartStore:
         self.folder.create(LOADER, _LOADER_TEXT)
 
     def write(self, name: PartName, table: pa.Table, metadata: Mapping[str, str] | None = None) -> bool:
-        """Commit a unit's rows. Return False if the part exists already with the same number of rows.
+        """Commit a unit's rows. Return False if the part exists already with the same rows.
 
         table: with `result_columns.output_schema`. metadata: provenance, stored in the file together with the part's
         totals. Raises EnvironmentFailed if the disk fails, OutputError if the existing part is not of this unit.
         """
-        _check_rows(name, table)
-        if self.folder.create(str(name), serialize(table, metadata or {}), "part"):
+        unit = _checked_totals(name, table)
+        if self.folder.create(str(name), serialize(table, metadata or {}, unit), "part"):
             return True
-        self.totals_in(name, self.footer(name))
+        self.check_unit(name, self.totals_in(name, self.footer(name)), unit.rows, unit.rows_checksum)
         return False
+
+    def check_unit(self, name: PartName, part: PartTotals, rows: int, checksum: int) -> None:
+        """Raise OutputError unless the part holds the rows of its unit. rows, checksum: of the unit as cut now."""
+        if (part.rows, part.rows_checksum) == (rows, checksum):
+            return
+        differs = (
+            f"{part.rows} rows, and the unit now has {rows}"
+            if part.rows != rows
+            else f"other rows than the unit now has, though both have {rows}"
+        )
+        raise OutputError(
+            f"{self.folder.shown(str(name))}: this part of window {name.window}, unit {name.unit} holds {differs}: the "
+            "window was cut differently, as if the input's values had changed, or the part is a copy of another one. "
+            f"Restore the input as the part's run read it, or remove {name.of_window} and run again"
+        )
 
     def footer(self, name: PartName) -> pq.FileMetaData:
         """Read the footer of a part. Raises OutputError if it is damaged or missing."""
@@ -239,8 +263,8 @@ class PartStore:
 
         Raises OutputError, without a change, if the part has changed since it was read.
         """
-        _check_rows(name, table)
-        if not self.folder.swap(str(name), serialize(table, metadata), tag):
+        data = serialize(table, metadata, _checked_totals(name, table))
+        if not self.folder.swap(str(name), data, tag):
             raise OutputError(
                 f"{self.folder.shown(str(name))}: another run replaced or removed this part since it was read; it was "
                 "not changed. Let only one run at a time rewrite an output, then run again"
@@ -274,7 +298,10 @@ class PartStore:
 
         Memory does not grow with the number of parts. Closing the generator waits for no read.
         """
-        names = (self.list() if progress is None else progress).parts()
+        yield from self.totals_of((self.list() if progress is None else progress).parts())
+
+    def totals_of(self, names: Iterable[PartName]) -> Generator[tuple[PartName, PartTotals]]:
+        """Yield these parts with their rows and tokens, as `parts` does."""
         yield from read_ahead(lambda name: self.totals_in(name, self.footer(name)), names, self.folder.reads_at_once)
 
     def totals_in(self, name: PartName, footer: pq.FileMetaData) -> PartTotals:
@@ -301,17 +328,19 @@ class PartStore:
         )
 
 
-def _check_rows(name: PartName, table: pa.Table) -> None:
-    """Check the number of rows before writing: a part with missing rows would count as its whole unit."""
-    rows = PartTotals.of_table(table).rows
-    if rows != name.rows:
-        raise PipelineError(f"{name}: the table has {rows} rows, expected {name.rows}")
+def _checked_totals(name: PartName, table: pa.Table) -> PartTotals:
+    """Return the totals of a part. Checks the number of rows before writing: a part with missing rows would count as
+    its whole unit."""
+    totals = PartTotals.of_table(table)
+    if totals.rows != name.rows:
+        raise PipelineError(f"{name}: the table has {totals.rows} rows, expected {name.rows}")
+    return totals
 
 
-def serialize(table: pa.Table, metadata: Mapping[str, str]) -> bytes:
+def serialize(table: pa.Table, metadata: Mapping[str, str], totals: PartTotals) -> bytes:
     """Encode a part: zstd, one row group, page checksums, and provenance and totals in the footer."""
     notes = {k.encode(): v.encode() for k, v in metadata.items()}
-    notes[UNIT_KEY] = PartTotals.of_table(table).to_json().encode()
+    notes[UNIT_KEY] = totals.to_json().encode()
     notes[NONCE_KEY] = secrets.token_hex(8).encode()
     sink = pa.BufferOutputStream()
     pq.write_table(

@@ -98,7 +98,9 @@ class Worker:
             name = self._store.folder.shown(str(self._write.name(unit)))
             raise OutputError(f"{name}: was removed since the run began; first run again without the changed limits")
         requests, failed = self._read(unit)
-        kept = self._partial.load(unit)  # rows of a stopped run
+        wanted = {request.row_id for request in requests}
+        # rows of a stopped run, except those that cannot be read any more
+        kept = [completion for completion in self._partial.load(unit) if completion.row_id in wanted]
         done = {completion.row_id for completion in kept}
         generated = kept + self._generate([r for r in requests if r.row_id not in done])
         if self._sample or len(generated) < len(requests):
@@ -134,9 +136,11 @@ class Worker:
         part."""
         name = self._write.name(unit)
         part = self._store.read_part(name)
+        totals = PartTotals.of_table(part.table)
+        self._store.check_unit(name, totals, unit.num_rows, unit.rows_checksum())
         again = failed_rows(unit, part.table) if self._retry_failed else None
         if again is None or again.num_rows == 0:
-            return UnitSummary(unit.window, unit.index, PartTotals.of_table(part.table), found=True)
+            return UnitSummary(unit.window, unit.index, totals, found=True)
         requests, failed = self._read(again)
         generated = self._generate(requests)
         if len(generated) < len(requests):

@@ -47,7 +47,15 @@ from pipeline.job.actor.worker import Worker
 from pipeline.job.dataflow.block_stats import forget_blocks
 from pipeline.job.dataflow.ray_session import connect, dead_nodes, disconnect, draining_nodes, session_logs
 from pipeline.job.dataflow.reading import read_units
-from pipeline.job.dataflow.spec import ACTORS_PER_READER, NUM_READERS, EndOfUnits, FlowSpec, Spot, WindowTask
+from pipeline.job.dataflow.spec import (
+    ACTORS_PER_READER,
+    NUM_READERS,
+    EndOfUnits,
+    FlowSpec,
+    ReadSpec,
+    Spot,
+    WindowTask,
+)
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import available_cores, now_us, process_age_us
@@ -73,19 +81,19 @@ class Windows(Datasource):
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
         unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        source, tasks = self._spec.source, self._spec.tasks
+        reading, tasks = self._spec.reading, self._spec.tasks
         # What all tasks share goes through the object store once. The source lists every file of the input, so each
         # task gets only its window's files: for a large input the list would dominate the cost of reading a window.
-        shared = ray.put((replace(source, files=(), skipped=()), self._spec.units, self._spec.work.output))
+        shared = ray.put(replace(reading, source=replace(reading.source, files=(), skipped=())))
         return [
             ReadTask(partial(_read_task, replace(task, window=window), files, shared), unknown)
-            for task, (files, window) in zip(tasks, narrowed(source, (t.window for t in tasks)), strict=True)
+            for task, (files, window) in zip(tasks, narrowed(reading.source, (t.window for t in tasks)), strict=True)
         ]
 
 
 def _read_task(task: WindowTask, files: tuple[SourceFile, ...], shared: Any) -> Iterator[pa.Table]:
-    source, spec, output = ray.get(shared)
-    return map(block_of, read_units(task, replace(source, files=files), spec, output))
+    reading: ReadSpec = ray.get(shared)
+    return map(block_of, read_units(task, replace(reading, source=replace(reading.source, files=files))))
 
 
 def block_of(unit: Unit) -> pa.Table:

@@ -110,7 +110,7 @@ class InProcessDataflow:
 
     def _read(self) -> None:
         for task in self._spec.tasks:
-            for unit in read_units(task, self._spec.source, self._spec.units, self._spec.work.output):
+            for unit in read_units(task, self._spec.reading):
                 if self._stopping.is_set():
                     self._has_left = True
                     return

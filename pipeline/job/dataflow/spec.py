@@ -1,11 +1,13 @@
 """Specification of a dataflow: the remaining windows and the settings of its actors. Does not import Ray."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline.data.source import InputWindow, Source
 from pipeline.data.units import UnitSpec
 from pipeline.job.actor.work_spec import WorkSpec
+from pipeline.stores.filesystem import storage_for
 
 NUM_READERS = 2  # windows read at once; one for a single actor, since each reader is a process to start
 # Larger pools have more readers. One rendered 16,000 rows of 2,000 characters a second (two shared cores, local disk),
@@ -26,12 +28,30 @@ def units_in_flight(max_num_seqs: int, unit_rows: int, unit_tokens: int, max_tok
 
 @dataclass(frozen=True)
 class WindowTask:
-    """An incomplete window and its finished units. Picklable: it is a read task."""
+    """An incomplete window and its existing parts. Picklable: it is a read task."""
 
     window: InputWindow
-    done: frozenset[int]
-    units_of: int | None  # number of units according to the existing parts
+    parts: Mapping[int, int] = field(default_factory=dict)  # number of rows of each existing part, by unit
+    units_of: int | None = None  # number of units according to the existing parts
+    again: frozenset[int] = frozenset()  # units whose part is computed again
     sample: int | None = None  # compute only this number of its rows
+
+    @property
+    def done(self) -> frozenset[int]:
+        """Finished units."""
+        return frozenset(self.parts) - self.again
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSpec:
+    """Settings that read tasks need. Picklable; storage options may hold secrets and are never shown."""
+
+    source: Source = field(repr=False)
+    units: UnitSpec
+    output: str
+    storage: Mapping[str, Any] = field(repr=False)  # fsspec options of the output
+    fingerprint: str
+    retry_failed: bool
 
 
 @dataclass(frozen=True)
@@ -60,6 +80,18 @@ class FlowSpec:
     failpoints: str = ""  # set by tests
     always_ray: bool = False
     min_actors: int | None = None
+
+    @property
+    def reading(self) -> ReadSpec:
+        """Settings of the read tasks."""
+        return ReadSpec(
+            source=self.source,
+            units=self.units,
+            output=self.work.output,
+            storage=storage_for(self.work.output, self.work.storage),
+            fingerprint=self.work.fingerprint,
+            retry_failed=self.work.retry_failed,
+        )
 
     @property
     def is_elastic(self) -> bool:

@@ -5,7 +5,6 @@ what to fix. Memory does not grow with the rows: it holds the row positions of o
 windows, and a few parts being read.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -22,7 +21,7 @@ from pipeline.data.output.retried import RetriedRows
 from pipeline.errors import OutputError, RowError
 from pipeline.formatting import Remaining, counted
 from pipeline.job.planning.appended import batch_numbers
-from pipeline.job.planning.fingerprint import JOB
+from pipeline.job.planning.fingerprint import JOB, read_job
 from pipeline.stores.read_ahead import read_ahead
 
 MAX_SHOWN = 20
@@ -93,16 +92,10 @@ def audit(store: PartStore, deep: bool, log: Callable[[str], None]) -> Audit:
 
 
 def _fingerprint(store: PartStore) -> str:
-    raw = store.folder.read(JOB)
-    if raw is None:
+    job = read_job(store)
+    if job is None:
         raise OutputError(f"{store.path}: no {JOB}, so it is not the output of a job")
-    try:
-        fingerprint = json.loads(raw)["fingerprint"]
-    except (ValueError, KeyError, TypeError):
-        fingerprint = None
-    if not isinstance(fingerprint, str):
-        raise OutputError(f"{store.path}/{JOB}: damaged; was it edited?")
-    return fingerprint
+    return job["fingerprint"]
 
 
 class _Auditor:
@@ -239,7 +232,7 @@ class _Auditor:
     def _compare(self, totals: PartTotals, counts: dict[str, Any]) -> None:
         found = {"error_rows": totals.num_error_rows, "errors": dict(totals.error_rows)}
         found |= {key: getattr(totals, key) for key in _COUNTED}
-        found["output_rows"] = totals.output_rows
+        found |= {"output_rows": totals.output_rows, "rows_checksum": totals.checksum_hex}
         for key, value in found.items():
             if counts.get(key) != value:
                 self._add(f"{key}: the parts contain {value}, _SUCCESS counts {counts.get(key)}")

@@ -21,7 +21,7 @@ from pipeline.data.requests.openai_answers import RESULTS, Answered, together
 from pipeline.data.requests.request_row import CUSTOM_ID, ENCODING_FORMAT
 from pipeline.errors import OutputError
 from pipeline.formatting import counted
-from pipeline.job.planning.fingerprint import JOB
+from pipeline.job.planning.fingerprint import JOB, read_job
 from pipeline.job.telemetry.run_log import load_runs
 from pipeline.stores.new_file import NewFile
 
@@ -91,7 +91,7 @@ def _answered(store: PartStore) -> Answered:
     """Return the values common to all lines: from the job's record and that of the run that finished it."""
     file_name = store.folder.shown(JOB)
     try:
-        job = json.loads(store.folder.read(JOB) or b"")
+        job = read_job(store) or {}
         task = job["identity"]["task"]["type"]
         is_chat = job["identity"]["prompt"].get("chat") is not None
         model, fingerprint = str(job["free"]["model"]["path"]), str(job["fingerprint"])

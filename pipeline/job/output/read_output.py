@@ -18,7 +18,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import SAMPLE_FIELD, result_field, result_names
 from pipeline.errors import ConfigError, OutputError
 from pipeline.formatting import duration
-from pipeline.job.planning.fingerprint import JOB, undated_digest
+from pipeline.job.planning.fingerprint import JOB, read_job, undated_digest
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_estimate, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
 from pipeline.report.build import build_report
@@ -34,12 +34,14 @@ ENDED_S = 20.0  # longest time between a run's last record and its last status
 
 def open_output(target: str, vars: Iterable[str] = ()) -> PartStore:
     """Open the output at `target`: a folder, an fsspec url, or the output of a job file with `vars`. Raises
-    OutputError, ConfigError."""
+    OutputError, also for an output of another format, and ConfigError."""
     path, storage = output_of(target, vars)
     if not is_url(path) and target == path and not Path(path).is_dir():
         problem = "is neither an output folder nor a job file (.yaml)" if Path(path).exists() else "no such folder"
         raise OutputError(f"{target}: {problem}")
-    return PartStore(path, storage_for(path, storage))
+    store = PartStore(path, storage_for(path, storage))
+    read_job(store)  # refuses the output of another version
+    return store
 
 
 def output_of(target: str, vars: Iterable[str] = ()) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
@@ -109,7 +111,9 @@ def report_of(store: PartStore) -> RunReport:
             kept = RunReport.from_json(_read(store, REPORT_JSON, ""))
             if list(kept.runs) == runs and kept.schema_version == SCHEMA_VERSION:
                 return kept
-        job = _read(store, JOB, "the job's own record, _pipeline/job.json, is missing")
+        job = read_job(store)
+        if job is None:
+            raise OutputError(f"{store.path}: the job's own record, {JOB}, is missing")
         rows = _read(store, STATUS, "the job's status, _pipeline/status.json, is missing")["rows_total"]
         estimate = load_estimate(store, undated_digest(job["identity"]))
         return build_report(job["job"], job["fingerprint"], runs, store.totals(), rows, estimate)

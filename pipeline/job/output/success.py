@@ -4,6 +4,7 @@
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 
@@ -11,7 +12,10 @@ from pipeline.data.columns import empty_table
 from pipeline.data.output.inventory import Inventory, read_counts
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
+from pipeline.data.row_checksum import MODULUS
+from pipeline.data.source import window_checksums
 from pipeline.errors import Interrupted, OutputError, PipelineError
+from pipeline.formatting import counted
 from pipeline.job.planning.appended import num_appended
 from pipeline.job.planning.plan import JobPlan, remaining_windows
 
@@ -25,7 +29,8 @@ def write_empty_part(plan: JobPlan, store: PartStore, metadata: dict[str, str]) 
 
 
 def verify(plan: JobPlan, store: PartStore, log: Callable[[int, int], None] | None = None) -> PartTotals:
-    """Count the output from one listing and every part's footer. Raises if it does not match the input's rows exactly.
+    """Count the output from one listing and every part's footer, and compare the rows of each window with those of the
+    input by their checksums. Raises if it does not match the input's rows exactly.
 
     `log` is called for each part with the numbers of counted parts and of all parts; what it raises ends the count.
     """
@@ -36,10 +41,11 @@ def verify(plan: JobPlan, store: PartStore, log: Callable[[int, int], None] | No
             f"{store.path}: incomplete windows: {len(left)} (the first is {left[0].window.index}), though all "
             "units are done; run again to compute them"
         )
-    totals = PartTotals()
+    totals, checksums = PartTotals(), defaultdict[int, int](int)
     with closing(store.parts(progress)) as parts:
-        for _, part in parts:
+        for name, part in parts:
             totals += part
+            checksums[name.window] += part.rows_checksum
             if log is not None:
                 log(totals.units, progress.num_units)
     if totals.rows != plan.num_rows or progress.num_rows != plan.num_rows:
@@ -47,6 +53,14 @@ def verify(plan: JobPlan, store: PartStore, log: Callable[[int, int], None] | No
             f"{store.path}: the parts hold {totals.rows} rows by their footers and {progress.num_rows} by "
             f"their names, the input has {plan.num_rows}; were parts added or removed by hand?"
         )
+    for window, checksum in window_checksums(plan.source, plan.windows).items():
+        if checksums[window] % MODULUS != checksum:
+            first = next(name for name in progress.parts() if name.window == window)
+            raise OutputError(
+                f"{store.path}: the {counted(first.num_units, 'part')} of window {window}, {first.of_window}, do not "
+                "hold each of its rows once: they were cut differently, as if the input's values had changed between "
+                f"two runs, or a part is a copy of another one. Remove {first.of_window} and run again"
+            )
     return totals
 
 
@@ -62,6 +76,7 @@ def read_success(store: PartStore) -> PartTotals | None:
             units=counts["parts"],
             error_rows=dict(counts["errors"]),
             further_samples=counts["output_rows"] - rows,
+            rows_checksum=int(counts["rows_checksum"], 16),
             **{name: counts[name] for name in _TOKENS},
         )
     except (ValueError, KeyError, TypeError):  # edited, or from another program
@@ -85,6 +100,7 @@ def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
         "parts": totals.units,
         "parts_bytes": inventory.parts_bytes,
         "parts_digest": inventory.parts_digest,
+        "rows_checksum": totals.checksum_hex,
         **{name: getattr(totals, name) for name in _TOKENS},
         "num_skipped_files": len(skipped),
         "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in skipped],

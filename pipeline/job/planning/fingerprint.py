@@ -194,24 +194,45 @@ def differs(store: PartStore, ours: Fingerprint) -> bool:
     return bool(_changes(theirs, ours.with_date(theirs["date"]))) or not _same_numerics(theirs["numerics"], ours)
 
 
-def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
+def read_job(store: PartStore) -> dict[str, Any] | None:
+    """Read the record of an output's job; None if there is none. Raises OutputError if it is damaged, or of a format
+    that this version does not read."""
+    raw = store.folder.read(JOB)
+    return None if raw is None else _checked_job(store, raw)
+
+
+def _checked_job(store: PartStore, raw: bytes) -> dict[str, Any]:
     file = f"{store.path}/{JOB}"
     try:
-        theirs = json.loads(raw)
-        if theirs["format"] != FORMAT:
+        job = json.loads(raw)
+        if job["format"] != FORMAT:
             raise OutputError(
-                f"{file}: format {theirs['format']}, written by version "
-                f"{theirs.get('versions', {}).get('pipeline', 'unknown')}; this one reads and writes format {FORMAT}. "
-                "Finish the job with that version, or choose a new output.path"
+                f"{file}: format {job['format']}, written by version "
+                f"{job.get('versions', {}).get('pipeline', 'unknown')}; this one reads and writes format {FORMAT}. "
+                "Use that version for this output, or choose a new output.path"
             )
+        if not isinstance(job["fingerprint"], str):
+            raise TypeError("fingerprint")
+        return job
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _edited(file, error) from error
+
+
+def _edited(file: str, error: Exception) -> OutputError:
+    return OutputError(f"{file}: damaged ({error}); was it edited? Choose a new output.path")
+
+
+def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
+    theirs = _checked_job(store, raw)
+    try:
         date = _date_in(theirs["identity"])
         if date is not None:
             datetime.fromisoformat(date)
-        files, digest = dict(theirs["identity"]["files"]), str(theirs["fingerprint"])
+        files = dict(theirs["identity"]["files"])
         known = {name: theirs[name] for name in ("identity", "numerics")}
-        return {**known, "files": files, "date": date, "fingerprint": digest}
+        return {**known, "files": files, "date": date, "fingerprint": theirs["fingerprint"]}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise OutputError(f"{file}: damaged ({error}); was it edited? Choose a new output.path") from error
+        raise _edited(f"{store.path}/{JOB}", error) from error
 
 
 def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:

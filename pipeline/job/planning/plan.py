@@ -94,8 +94,8 @@ def remaining_windows(plan: JobPlan, existing: DoneUnits, again: Iterable[PartNa
         remade.setdefault(name.window, set()).add(name.unit)
     tasks = []
     for window in plan.windows:
-        index, num_units = window.index, existing.units_of(window.index)
+        index = window.index
         if index in remade or not existing.complete(index):
-            done = {unit for unit in range(num_units or 0) if existing.is_done(index, unit)} - remade.get(index, set())
-            tasks.append(WindowTask(window, frozenset(done), num_units))
+            units = frozenset(remade.get(index, ()))
+            tasks.append(WindowTask(window, existing.rows_of(index), existing.units_of(index), units))
     return tasks

@@ -56,6 +56,7 @@ def _succeed(store: PartStore, totals: PartTotals) -> None:
         "job": "demo", "fingerprint": FINGERPRINT, "input_rows": totals.rows,
         "completed_rows": totals.rows - totals.num_error_rows, "error_rows": totals.num_error_rows,
         "num_generated_tokens": totals.num_generated_tokens, "output_rows": totals.output_rows,
+        "rows_checksum": totals.checksum_hex,
     }  # fmt: skip
     store.folder.replace(SUCCESS, json.dumps(counts).encode())
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -151,7 +152,7 @@ def test_totals(store):
     assert store.totals() == PartTotals()
     store.write(name(0), result(50, errors=2))
     store.write(name(1, 9), result(9, errors=9))
-    assert store.totals() == PartTotals(59, 2, {"null_prompt": 11}, 480, 192, 144)
+    assert replace(store.totals(), rows_checksum=0) == PartTotals(59, 2, {"null_prompt": 11}, 480, 192, 144)
     schemas = [pq.read_schema(f"{store.path}/{part}") for part in (name(0), name(1, 9))]
     assert schemas[0].remove_metadata().equals(schemas[1].remove_metadata(), check_metadata=True)
     whole = Path(store.path, str(name(1, 9))).read_bytes()

@@ -74,7 +74,7 @@ def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray)
     job.rows(TEXTS)
     plan = make_plan(job.config(), "cpu")
     first, *others = remaining_windows(plan, DoneUnits())
-    half_done = WindowTask(first.window, frozenset({1}), 3)
+    half_done = WindowTask(first.window, {1: 8}, 3)
     units = units_of(flow_spec(plan, (half_done, *others), FAKES, "0001-run"))
     blocks = [ray.get(ref) for bundle in units.iter_internal_ref_bundles() for ref in bundle.block_refs]
     names = [(block["window"][0].as_py(), block["unit"][0].as_py()) for block in blocks]
@@ -88,14 +88,15 @@ def test_a_read_task_carries_its_windows_files_alone(job, local_ray):
     job.rows([f"text {i}" for i in range(1000)], per_file=10)  # 100 files, two a window
     plan = make_plan(job.config(), "cpu")
     left = remaining_windows(plan, DoneUnits())
-    tasks = Windows(flow_spec(plan, tuple(left), FAKES, "0001-run")).get_read_tasks(1)
+    spec = flow_spec(plan, tuple(left), FAKES, "0001-run")
+    tasks = Windows(spec).get_read_tasks(1)
     assert len(tasks) == 50
     sizes = set()
     for window, task in zip(left, tasks, strict=True):
         packed = pickle.dumps(task.read_fn)
         assert packed.count(b".parquet") == 2
         sizes.add(len(packed))
-        assert list(task()) == [block_of(unit) for unit in read_units(window, plan.source, plan.job.units, "")]
+        assert list(task()) == [block_of(unit) for unit in read_units(window, spec.reading)]
     assert max(sizes) < 2000  # the driver holds one for each window
     shared = task.read_fn.args[-1]
     assert len(pickle.dumps(ray.get(shared))) < 3000

@@ -81,8 +81,8 @@ def test_the_remaining_units_of_each_window(job):
 def test_parts_that_were_cut_differently_are_refused(job):
     job.rows(["a"])
     (window,) = make_plan(job.config(), "cpu").windows
-    with pytest.raises(OutputError, match="cut into 5 units before and into 0 now"):
-        check_units(WindowTask(window, frozenset({1}), 5), [], "out")
+    with pytest.raises(OutputError, match=r"cut into 5 units before and into 0 now.*remove part-0123abcd-w00000-\*"):
+        check_units(WindowTask(window, {1: 8}, 5), [], PartStore(str(job.output)), "0123abcd")
 
 
 def test_the_fingerprint_follows_what_the_output_depends_on(job):

@@ -94,7 +94,7 @@ def test_a_finished_job_has_nothing_to_sample_and_its_error_rows_are_not_tried_w
 
 @pytest.mark.parametrize(("windows", "rows"), [(1, 5), (3, 2), (3, 7), (50, 2), (50, 9)])
 def test_few_windows_evenly_spread_with_all_the_rows(windows, rows):
-    tasks = tuple(WindowTask(InputWindow(i, 10 * i, 10 * i + 10), frozenset(), None) for i in range(windows))
+    tasks = tuple(WindowTask(InputWindow(i, 10 * i, 10 * i + 10), {}, None) for i in range(windows))
     chosen = sample_tasks(tasks, rows)
     assert sum(task.sample or 0 for task in chosen) == rows
     assert len({task.window.index for task in chosen}) == len(chosen) == min(windows, rows, MAX_WINDOWS)
