@@ -101,9 +101,10 @@ class Strike:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A change and a run. failpoint: where the driver is killed, as `name=action@n`."""
+    """A change and a run. cut: of "other cut". failpoint: where the driver is killed, as `name=action@n`."""
 
     change: str = ""
+    cut: str = "another order"
     strikes: tuple[Strike, ...] = ()
     failpoint: str = ""
     with_ray: bool = False
@@ -130,10 +131,11 @@ def draw_job(seed: int, index: int, num_turns: int, without: tuple[str, ...] = (
     draw, place = random.Random(f"{seed} {index}"), PLACES[index % len(PLACES)]
     if place in ("ray", "nodes"):  # which take long to start
         num_turns = max(3, num_turns // 2)
-    others = [name for name in CHANGES if name not in ("damage", "repair")]
+    others = [name for name in CHANGES if name not in ("damage", "repair", "other cut")]
     draw.shuffle(others)
-    changes = ["damage", *others[: max(2, num_turns // 2)]]
+    changes = ["damage", *others[: num_turns // 2]]
     changes.insert(draw.randint(1, 2), "repair")
+    changes.insert(draw.randint(0, 2), "other cut")
     if draw.random() < 0.5:
         changes += ["damage", "repair"]
     if place == "nodes":  # their drivers share one cluster
@@ -143,7 +145,8 @@ def draw_job(seed: int, index: int, num_turns: int, without: tuple[str, ...] = (
         # before a run can finish the job, and only then, the changes are due
         change = changes.pop(0) if changes and draw.random() < (0.5 if i else 0.0) + 0.2 else ""
         turn = _draw_turn(draw, place, change, is_late=i >= num_turns - 2)
-        turns.append(turn if change not in without else dataclasses.replace(turn, change=""))
+        cut = draw.choice([cut for cut in CUTS if cut != "another version"])
+        turns.append(dataclasses.replace(turn, change="" if change in without else change, cut=cut))
     return JobDraw(
         seed=f"{seed} {index}",
         place=place,
@@ -348,14 +351,15 @@ class PlayedJob:
 
     # -- changes
 
-    def _change(self, name: str) -> str:
-        """Make a change; return its name, or "" if it cannot be made now."""
+    def _change(self, turn: Turn) -> str:
+        """Make the turn's change; return its name, or "" if it cannot be made now."""
+        name = turn.change
         has_claimed = "_pipeline/job.json" in self.place.tags("out/")
         if name in UNSTRUCK and not has_claimed:
             return ""
         match name:
             case "other cut":
-                self.patches["cut"] = self.draw.choice([cut for cut in CUTS if cut != "another version"])
+                self.patches["cut"] = turn.cut
             case "new cut version":
                 self.patches["cut"] = "another version"
             case "damage":
@@ -413,7 +417,7 @@ class PlayedJob:
 
     def play(self, turn: Turn) -> bool:
         """Play a turn; return True if the job is finished afterwards."""
-        change = self._change(turn.change)
+        change = self._change(turn)
         if change:
             self.figures.changes[change] += 1
             self.log(f"change: {change}")

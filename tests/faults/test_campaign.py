@@ -1,18 +1,67 @@
-"""A short campaign of kills on a failing store: see `campaign`. The long one is run by hand."""
+"""Short jobs of the campaign, with turns chosen by hand: see `campaign`. The long one is run by hand."""
+
+import signal
 
 import pytest
 
-from tests.faults.campaign import BUSY, JobStorage, run_campaign
-from tests.faults.store import FaultyStore
+from tests.faults.campaign import JobDraw, Strike, Turn, play_job
+
+pytestmark = pytest.mark.timeout(900)
+
+AFTER_A_PART = Strike(when="part", delay_s=0.1, victim="driver")
+ENGINE_AFTER_A_PART = Strike(when="part", delay_s=0.0, victim="engine")
+STOP = Strike(when="part", delay_s=0.1, victim="driver", number=signal.SIGTERM)
 
 
-@pytest.mark.timeout(1200)
-def test_faults_01_08_10_and_11_rows_survive_kills_of_any_process(tmp_path) -> None:
-    with FaultyStore(seed=1, chances=BUSY) as store:
-        storage = JobStorage(tmp_path, store.bucket, rows=96)
-        campaign = run_campaign(
-            storage, {"PIPELINE_CACHE": str(tmp_path / "cache")}, kills=6, seed=8, longest_s=14.0, log=print
+def job(turns: tuple[Turn, ...], **settings) -> JobDraw:
+    """Return a job of one window with about a second of work in 30 units, so that turns find it half done."""
+    small = {"num_rows": 3000, "num_files": 2, "group_rows": 300, "window_rows": 3000, "rows_per_file": 100}
+    defaults = {**small, "seed": "1", "place": "threads", "seconds_per_step": 0.05}
+    return JobDraw(**{**defaults, **settings}, turns=turns)
+
+
+def test_rows_survive_kills_of_driver_and_engine_a_stop_and_two_runs_at_once():
+    figures = play_job(
+        job(
+            (
+                Turn(strikes=(ENGINE_AFTER_A_PART, AFTER_A_PART)),
+                Turn(failpoint="part.linked=kill@2"),
+                Turn(strikes=(STOP,), change="append"),
+                Turn(change="two runs"),
+            )
         )
-        assert campaign.kills.total() == 6
-        assert campaign.rows == 96 * campaign.rounds > 0
-        assert store.proxy.done
+    )
+    assert figures.kills == {"engine": 1, "driver": 1, "driver at part.linked": 1, "SIGTERM": 1}
+    assert figures.rows == 3375
+
+
+def test_a_damaged_file_that_is_repaired_in_the_middle_of_the_job_loses_no_row():
+    figures = play_job(
+        job((Turn(change="damage", strikes=(AFTER_A_PART,)), Turn(change="repair", strikes=(AFTER_A_PART,))))
+    )
+    assert figures.kills["driver"] == 2
+    assert figures.rows == 3000
+
+
+@pytest.mark.parametrize("cut", ["another order", "shorter prefixes"])
+def test_a_version_that_cuts_other_units_is_refused_and_the_old_one_finishes(cut):
+    figures = play_job(job((Turn(strikes=(AFTER_A_PART,)), Turn(change="other cut", cut=cut))))
+    assert figures.refused == {"other cut": 1}
+    assert figures.rows == 3000
+
+
+def test_rows_survive_kills_on_a_store_that_fails():
+    figures = play_job(
+        job(
+            (
+                Turn(strikes=(ENGINE_AFTER_A_PART, AFTER_A_PART)),
+                Turn(change="full disk"),
+                Turn(failpoint="part.linked=kill@1"),
+            ),
+            place="s3",
+            num_rows=600,
+            window_rows=600,
+        )
+    )
+    assert figures.kills["driver"] == figures.kills["engine"] == 1
+    assert figures.store_faults
