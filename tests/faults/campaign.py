@@ -4,7 +4,7 @@ Each job has thousands of rows and an engine whose answer is a hash of the row's
 is known without an undisturbed run. The job is the real command, in processes of its own, with threads, Ray, a Ray
 cluster of four nodes, an S3 store behind a proxy that fails, or a server. A job is a list of turns. In each turn a
 change is made, as in CHANGES, the command is started, and processes are struck: killed, stopped by a signal, or paused.
-A failpoint can kill the driver at an exact place. Then the same command is repeated.
+A failpoint can kill the driver at an exact point. Then the same command is repeated.
 
 If a run refuses its output with exit code 2, the campaign undoes the change, as the message says, and continues. At
 the end of each job every row of the input must be in the output once with the right answer, or as an error row if its
@@ -77,7 +77,7 @@ UNSTRUCK = (*REFUSED, "other cut")  # runs to their own end
 POINTS = ("part.serialized", "part.synced", "part.linked", "part.dir_synced", "file.synced", "file.linked")
 STORE_POINTS = ("part.serialized", "part.linked")
 
-PLACES = ("threads",) * 3 + ("ray",) + ("threads",) * 3 + ("s3",) + ("threads",) * 3 + ("server", "threads", "nodes")
+SETUPS = ("threads",) * 3 + ("ray",) + ("threads",) * 3 + ("s3",) + ("threads",) * 3 + ("server", "threads", "nodes")
 ROWS = {"threads": (16_000, 40_000), "ray": (8_000, 16_000), "nodes": (8_000, 12_000), "s3": (3_000, 6_000),
         "server": (1_500, 3_000)}  # fmt: skip
 LONGEST_WAIT_S = {"threads": 5.0, "ray": 20.0, "nodes": 15.0, "s3": 8.0, "server": 8.0}
@@ -115,7 +115,7 @@ class JobDraw:
     """Everything about a job that is drawn in advance."""
 
     seed: str
-    place: str  # of PLACES
+    setup: str  # of SETUPS
     num_rows: int
     turns: tuple[Turn, ...]
     num_files: int = 4
@@ -128,8 +128,8 @@ class JobDraw:
 
 def draw_job(seed: int, index: int, num_turns: int, without: tuple[str, ...] = ()) -> JobDraw:
     """Draw job `index` of a campaign."""
-    draw, place = random.Random(f"{seed} {index}"), PLACES[index % len(PLACES)]
-    if place in ("ray", "nodes"):  # which take long to start
+    draw, setup = random.Random(f"{seed} {index}"), SETUPS[index % len(SETUPS)]
+    if setup in ("ray", "nodes"):  # which take long to start
         num_turns = max(3, num_turns // 2)
     others = [name for name in CHANGES if name not in ("damage", "repair", "other cut")]
     draw.shuffle(others)
@@ -138,19 +138,19 @@ def draw_job(seed: int, index: int, num_turns: int, without: tuple[str, ...] = (
     changes.insert(draw.randint(0, 2), "other cut")
     if draw.random() < 0.5:
         changes += ["damage", "repair"]
-    if place == "nodes":  # their drivers share one cluster
+    if setup == "nodes":  # their drivers share one cluster
         changes = [name for name in changes if name != "two runs"]
     turns = []
     for i in range(num_turns):
         # before a run can finish the job, and only then, the changes are due
         change = changes.pop(0) if changes and draw.random() < (0.5 if i else 0.0) + 0.2 else ""
-        turn = _draw_turn(draw, place, change, is_late=i >= num_turns - 2)
+        turn = _draw_turn(draw, setup, change, is_late=i >= num_turns - 2)
         cut = draw.choice([cut for cut in CUTS if cut != "another version"])
         turns.append(dataclasses.replace(turn, change="" if change in without else change, cut=cut))
     return JobDraw(
         seed=f"{seed} {index}",
-        place=place,
-        num_rows=draw.randint(*ROWS[place]),
+        setup=setup,
+        num_rows=draw.randint(*ROWS[setup]),
         turns=tuple(turns),
         num_files=draw.randint(2, 6),
         group_rows=draw.choice((300, 700, 1500)),
@@ -161,19 +161,19 @@ def draw_job(seed: int, index: int, num_turns: int, without: tuple[str, ...] = (
     )
 
 
-def _draw_turn(draw: random.Random, place: str, change: str, is_late: bool) -> Turn:
-    with_ray = place == "nodes" or (place == "ray" and draw.random() < 0.7)
+def _draw_turn(draw: random.Random, setup: str, change: str, is_late: bool) -> Turn:
+    with_ray = setup == "nodes" or (setup == "ray" and draw.random() < 0.7)
     if not with_ray and draw.random() < 0.15:
-        point = draw.choice(STORE_POINTS if place == "s3" else POINTS)
+        point = draw.choice(STORE_POINTS if setup == "s3" else POINTS)
         return Turn(change=change, failpoint=f"{point}=kill@{draw.randint(1, 8)}")
-    strikes = [_draw_strike(draw, place, is_late) for _ in range(draw.choice((0, 0, 1, 2)))]
-    last = _draw_strike(draw, place, is_late)
+    strikes = [_draw_strike(draw, setup, is_late) for _ in range(draw.choice((0, 0, 1, 2)))]
+    last = _draw_strike(draw, setup, is_late)
     number = draw.choice(STOPS) if draw.random() < 0.35 else signal.SIGKILL
     strikes.append(dataclasses.replace(last, victim="driver", number=number))
     return Turn(change=change, strikes=tuple(strikes), with_ray=with_ray)
 
 
-def _draw_strike(draw: random.Random, place: str, is_late: bool) -> Strike:
+def _draw_strike(draw: random.Random, setup: str, is_late: bool) -> Strike:
     number = None if draw.random() < 0.12 else signal.SIGKILL
     kind = draw.random()
     if is_late:
@@ -182,14 +182,14 @@ def _draw_strike(draw: random.Random, place: str, is_late: bool) -> Strike:
         return Strike(when=draw.choice(EARLY_PHASES), delay_s=draw.uniform(0.0, 0.5), number=number)
     if kind < 0.85:
         return Strike(when="part", delay_s=draw.uniform(0.0, 0.5), number=number)
-    return Strike(when="any", delay_s=draw.uniform(0.0, LONGEST_WAIT_S[place]), number=number)
+    return Strike(when="any", delay_s=draw.uniform(0.0, LONGEST_WAIT_S[setup]), number=number)
 
 
 @dataclass
 class Figures:
     """Counts of a campaign, or of one of its jobs."""
 
-    jobs: Counter[str] = field(default_factory=Counter)  # by place
+    jobs: Counter[str] = field(default_factory=Counter)  # by setup
     rows: int = 0  # checked at the end of their jobs
     error_rows: int = 0
     runs: int = 0
@@ -236,10 +236,11 @@ class Run:
     """One process of the command."""
 
     def __init__(self, command: list[str], env: dict[str, str], folder: Path) -> None:
-        self.stderr = tempfile.NamedTemporaryFile("w+", dir=folder, suffix=".stderr")
+        stderr, self._stderr = tempfile.mkstemp(dir=folder, suffix=".stderr")
         self.process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=self.stderr, env={**os.environ, **env}
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr, env={**os.environ, **env}
         )
+        os.close(stderr)
         self.began_s = time.monotonic()
         self.struck: list[str] = []
         self.stopped_s: float | None = None  # time of the first signal that stops it
@@ -258,7 +259,7 @@ class Run:
         return False
 
     def messages(self) -> str:
-        return Path(self.stderr.name).read_text(errors="replace")
+        return Path(self._stderr).read_text(errors="replace")
 
     def phase(self) -> str:
         """Return the phase of the last progress line, or "start" if there is none."""
@@ -301,17 +302,17 @@ class PlayedJob:
     # -- the job's files
 
     def begin(self, stack: ExitStack) -> None:
-        self.place: Disk | Bucket = Disk(self.folder)
+        self.files_at: Disk | Bucket = Disk(self.folder)
         storage: dict[str, Any] = {}
-        if self.job.place == "s3":
+        if self.job.setup == "s3":
             self.store = stack.enter_context(FaultyStore(seed=self.draw.randrange(1 << 30), chances=BUSY))
-            self.place = self.bucket = self.store.bucket
+            self.files_at = self.bucket = self.store.bucket
             storage = {"storage_options": {"s3": dict(self.store.bucket.storage)}}
-        if self.job.place == "nodes":
+        if self.job.setup == "nodes":
             self.cluster = _cluster(stack)
         for i in range(self.job.num_files):
             self._add_file(f"f{i}.parquet", self.job.num_rows // self.job.num_files)
-        is_server = self.job.place == "server"
+        is_server = self.job.setup == "server"
         model = Disk(self.folder)
         model.put("model/config.json", json.dumps({"seconds_per_step": self.job.seconds_per_step}).encode())
         model.put("model/tokenizer.json", b"{}")
@@ -320,15 +321,15 @@ class PlayedJob:
         server = {"server": {"serve": [*serve, "--behaviour", json.dumps(BEHAVIOUR)], "model": "fake"}}
         run = {"window_rows": self.job.window_rows, "max_error_rate": 1.0, "drain_timeout": f"{DRAIN_S} s",
                "cpus_per_actor": 1}  # fmt: skip
-        if self.job.place == "ray":
+        if self.job.setup == "ray":
             run["actors"] = 2
-        if self.job.place == "nodes":
+        if self.job.setup == "nodes":
             run |= {"actors": 3, "gpus_per_actor": 1, "ray_address": self.cluster.address}
         settings = {
-            "input": {"path": self.place.url("in"), "on_corrupt": self.job.on_corrupt},
+            "input": {"path": self.files_at.url("in"), "on_corrupt": self.job.on_corrupt},
             "prompt": {"template": "{text}"},
             "sampling": {"max_tokens": 16, "temperature": 0.0},
-            "output": {"path": self.place.url("out"), "rows_per_file": self.job.rows_per_file},
+            "output": {"path": self.files_at.url("out"), "rows_per_file": self.job.rows_per_file},
             "run": run,
             **(server if is_server else engine),
             **storage,
@@ -338,23 +339,23 @@ class PlayedJob:
     def _add_file(self, name: str, num_rows: int) -> None:
         self.texts[name] = list(_texts(f"{self.job.seed} {name}", num_rows))
         self.files[name] = _parquet(self.texts[name], self.job.group_rows)
-        self.place.put(f"in/{name}", self.files[name])
+        self.files_at.put(f"in/{name}", self.files[name])
 
     def _restore(self) -> None:
         """Undo all changes of the input files."""
         for name in self.damaged:
-            self.place.put(f"in/{name}", self.files[name])
+            self.files_at.put(f"in/{name}", self.files[name])
         self.damaged.clear()
 
     def _parts(self) -> dict[str, str]:
-        return {name: tag for name, tag in self.place.tags("out/").items() if name.startswith("part-")}
+        return {name: tag for name, tag in self.files_at.tags("out/").items() if name.startswith("part-")}
 
     # -- changes
 
     def _change(self, turn: Turn) -> str:
         """Make the turn's change; return its name, or "" if it cannot be made now."""
         name = turn.change
-        has_claimed = "_pipeline/job.json" in self.place.tags("out/")
+        has_claimed = "_pipeline/job.json" in self.files_at.tags("out/")
         if name in UNSTRUCK and not has_claimed:
             return ""
         match name:
@@ -369,7 +370,7 @@ class PlayedJob:
             case "another file":
                 file = self.draw.choice(sorted(set(self.files) - self.damaged) or sorted(self.files))
                 texts = list(_texts(f"{self.job.seed} another", len(self.texts[file]) - 1))
-                self.place.put(f"in/{file}", _parquet(texts, self.job.group_rows))
+                self.files_at.put(f"in/{file}", _parquet(texts, self.job.group_rows))
                 self.damaged.add(file)
             case "append" if not self.is_appended:
                 self.is_appended = True
@@ -389,9 +390,9 @@ class PlayedJob:
         group = self.draw.randrange(metadata.num_row_groups)
         column = metadata.row_group(group).column(0)
         middle = column.data_page_offset + column.total_compressed_size // 2
-        data = bytearray(self.place.get(f"in/{name}"))
+        data = bytearray(self.files_at.get(f"in/{name}"))
         data[middle : middle + 8] = bytes(byte ^ 0xFF for byte in data[middle : middle + 8])
-        self.place.put(f"in/{name}", bytes(data))
+        self.files_at.put(f"in/{name}", bytes(data))
         self.damaged.add(name)
         self.once_damaged.add((name, group))
 
@@ -399,7 +400,7 @@ class PlayedJob:
 
     def _start(self, turn: Turn, change: str) -> Run:
         patches = {"ray": turn.with_ray and change not in UNSTRUCK, **self.patches}
-        if self.job.place == "nodes" and "cut" not in patches:
+        if self.job.setup == "nodes" and "cut" not in patches:
             patches["ray"] = True
         env = {"CAMPAIGN_PATCHES": json.dumps(patches), "PIPELINE_CACHE": str(self.folder / "cache")}
         failpoint = turn.failpoint
@@ -408,7 +409,7 @@ class PlayedJob:
         if failpoint:
             env |= {"PIPELINE_ALLOW_FAILPOINTS": "1", "PIPELINE_FAILPOINTS": failpoint}
         options = [*self.options, *(["--append"] if self.is_appended else [])]
-        if patches["ray"] and self.job.place == "ray":
+        if patches["ray"] and self.job.setup == "ray":
             options += ["--set", "run.ray_address=local"]
         job = str(self.folder / "job.yaml")
         command = [sys.executable, "-m", "tests.faults.driver", "run", job, "--json", *options]
@@ -515,7 +516,7 @@ class PlayedJob:
 
     def check(self) -> None:
         """Check every row, `_SUCCESS`, the audit and the report."""
-        assert "_SUCCESS" in self.place.tags("out/"), "no _SUCCESS"
+        assert "_SUCCESS" in self.files_at.tags("out/"), "no _SUCCESS"
         folder = self.folder / "out"
         if self.bucket is not None:
             self.store.proxy.calm()
@@ -524,7 +525,7 @@ class PlayedJob:
         table = ds.dataset(sorted(map(str, folder.glob("part-*.parquet")))).to_table()
         self._check_rows(table)
         storage = self.bucket.storage if self.bucket is not None else None
-        found = audit(PartStore(self.place.url("out"), storage), deep=True, log=lambda text: None)
+        found = audit(PartStore(self.files_at.url("out"), storage), deep=True, log=lambda text: None)
         assert found.sound, found.to_text()
         report = json.loads((folder / "_pipeline" / "report.json").read_text())
         success = json.loads((folder / "_SUCCESS").read_text())
@@ -536,22 +537,21 @@ class PlayedJob:
         for key, column in (("input", "num_input_tokens"), ("generated", "num_generated_tokens")):
             completed = [n for n, error in zip(table[column].to_pylist(), table["error"].to_pylist()) if error is None]
             assert report["tokens"][key] == sum(completed), key
-        self.figures.jobs[self.job.place] += 1
+        self.figures.jobs[self.job.setup] += 1
         self.figures.rows += table.num_rows
         self.figures.error_rows += errors
         self.figures.engine_restarts += report["work"]["engine_restarts"]
         self.figures.nodes_lost += report["work"]["nodes_lost"]
 
     def _check_rows(self, table: pa.Table) -> None:
-        right = answer if self.job.place != "server" else lambda text: answer_text(text, 16)
+        right = answer if self.job.setup != "server" else lambda text: answer_text(text, 16)
         names = ("source_file", "source_row", "generated_text", "error")
         found = list(zip(*(table[name].to_pylist() for name in names), strict=True))
         keys = Counter((file, row) for file, row, _, _ in found)
         expected = {(file, row) for file, texts in self.texts.items() for row in range(len(texts))}
         lost, doubled = sorted(expected - keys.keys()), [key for key, n in keys.items() if n > 1]
-        assert not lost and not doubled, (
-            f"{len(lost)} rows lost, the first {lost[:3]}; {len(doubled)} doubled, the first {doubled[:3]}"
-        )
+        assert not lost, f"{len(lost)} rows lost, the first {lost[:3]}; {len(doubled)} doubled"
+        assert not doubled, f"{len(doubled)} rows doubled, the first {doubled[:3]}"
         assert keys.keys() == expected, f"unknown rows: {sorted(keys.keys() - expected)[:3]}"
         wrong = []
         for file, row, text, error in found:
@@ -594,7 +594,7 @@ def play_job(job: JobDraw, log=print) -> Figures:
     """Play all turns of a job, finish it and check it. Its folder is kept if a check fails."""
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
     played = PlayedJob(job, folder, log)
-    log(f"{job.place}, {job.num_rows:,} rows, on_corrupt {job.on_corrupt}, in {folder}")
+    log(f"{job.setup}, {job.num_rows:,} rows, on_corrupt {job.on_corrupt}, in {folder}")
     with ExitStack() as stack:
         played.begin(stack)
         is_finished = False
@@ -658,7 +658,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50, help="in all jobs together, at least")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--minutes", type=float, default=1e9, help="start no more jobs after this time")
-    parser.add_argument("--turns", type=int, default=10, help="of each job")
+    parser.add_argument("--turns", type=int, default=14, help="of each job")
     parser.add_argument("--at-once", type=int, default=2, help="jobs at the same time")
     parser.add_argument("--without", action="append", default=[], choices=list(CHANGES), help="a change to leave out")
     parser.add_argument("--job", type=int, help="play only this job of the seed")

@@ -16,7 +16,7 @@ STOP = Strike(when="part", delay_s=0.1, victim="driver", number=signal.SIGTERM)
 def job(turns: tuple[Turn, ...], **settings) -> JobDraw:
     """Return a job of one window with about a second of work in 30 units, so that turns find it half done."""
     small = {"num_rows": 3000, "num_files": 2, "group_rows": 300, "window_rows": 3000, "rows_per_file": 100}
-    defaults = {**small, "seed": "1", "place": "threads", "seconds_per_step": 0.05}
+    defaults = {**small, "seed": "1", "setup": "threads", "seconds_per_step": 0.05}
     return JobDraw(**{**defaults, **settings}, turns=turns)
 
 
@@ -58,7 +58,7 @@ def test_rows_survive_kills_on_a_store_that_fails():
                 Turn(change="full disk"),
                 Turn(failpoint="part.linked=kill@1"),
             ),
-            place="s3",
+            setup="s3",
             num_rows=600,
             window_rows=600,
         )
