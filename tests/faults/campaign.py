@@ -55,7 +55,7 @@ ROOT = Path(__file__).parents[2]
 RESUMABLE = (3, 75)  # exit codes after which the same command resumes
 KILLED = -signal.SIGKILL
 STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
-LONGEST_RUN_S, LONGEST_STOP_S, LONGEST_END_S = 600.0, 90.0, 30.0
+LONGEST_RUN_S, LONGEST_STOP_S, LONGEST_END_S = 600.0, 90.0, 60.0
 DRAIN_S = 3
 PATIENCE_S = 60.0  # wait for a new part
 
@@ -81,6 +81,8 @@ SETUPS = ("threads",) * 3 + ("ray",) + ("threads",) * 3 + ("s3",) + ("threads",)
 ROWS = {"threads": (16_000, 40_000), "ray": (8_000, 16_000), "nodes": (8_000, 12_000), "s3": (3_000, 6_000),
         "server": (1_500, 3_000)}  # fmt: skip
 LONGEST_WAIT_S = {"threads": 5.0, "ray": 20.0, "nodes": 15.0, "s3": 8.0, "server": 8.0}
+VICTIMS = {"threads": ("any", "engine"), "ray": ("any", "engine", "worker", "node"), "s3": ("any", "engine"),
+           "nodes": ("any", "engine", "worker", "node", "node"), "server": ("any", "engine", "server")}  # fmt: skip
 EARLY_PHASES, LATE_PHASES = ("planning", "starting", "loading", "running"), ("verifying", "publishing", "finished")
 BUSY = {"lost_put": 0.03, "slow_down": 0.03, "server_error": 0.02, "conflict": 0.02, "error_body": 0.02,
         "truncated": 0.02, "reset": 0.02, "slow": 0.02}  # fmt: skip
@@ -174,15 +176,17 @@ def _draw_turn(draw: random.Random, setup: str, change: str, is_late: bool) -> T
 
 
 def _draw_strike(draw: random.Random, setup: str, is_late: bool) -> Strike:
-    number = None if draw.random() < 0.12 else signal.SIGKILL
+    victim, number = draw.choice(VICTIMS[setup]), None if draw.random() < 0.12 else signal.SIGKILL
     kind = draw.random()
     if is_late:
-        return Strike(when=draw.choice(LATE_PHASES[:2]), delay_s=draw.uniform(0.0, 0.2), number=number)
-    if kind < 0.35:
-        return Strike(when=draw.choice(EARLY_PHASES), delay_s=draw.uniform(0.0, 0.5), number=number)
-    if kind < 0.85:
-        return Strike(when="part", delay_s=draw.uniform(0.0, 0.5), number=number)
-    return Strike(when="any", delay_s=draw.uniform(0.0, LONGEST_WAIT_S[setup]), number=number)
+        when, delay_s = draw.choice(LATE_PHASES[:2]), draw.uniform(0.0, 0.2)
+    elif kind < 0.35:
+        when, delay_s = draw.choice(EARLY_PHASES), draw.uniform(0.0, 0.5)
+    elif kind < 0.85:
+        when, delay_s = "part", draw.uniform(0.0, 0.5)
+    else:
+        when, delay_s = "any", draw.uniform(0.0, LONGEST_WAIT_S[setup])
+    return Strike(when=when, delay_s=delay_s, victim=victim, number=number)
 
 
 @dataclass
@@ -523,7 +527,7 @@ class PlayedJob:
             self.bucket.download("out/", folder)
             self.figures.store_faults.update(self.store.proxy.done)
         table = ds.dataset(sorted(map(str, folder.glob("part-*.parquet")))).to_table()
-        self._check_rows(table)
+        self.check_rows(table)
         storage = self.bucket.storage if self.bucket is not None else None
         found = audit(PartStore(self.files_at.url("out"), storage), deep=True, log=lambda text: None)
         assert found.sound, found.to_text()
@@ -543,7 +547,7 @@ class PlayedJob:
         self.figures.engine_restarts += report["work"]["engine_restarts"]
         self.figures.nodes_lost += report["work"]["nodes_lost"]
 
-    def _check_rows(self, table: pa.Table) -> None:
+    def check_rows(self, table: pa.Table) -> None:
         right = answer if self.job.setup != "server" else lambda text: answer_text(text, 16)
         names = ("source_file", "source_row", "generated_text", "error")
         found = list(zip(*(table[name].to_pylist() for name in names), strict=True))

@@ -2,9 +2,11 @@
 
 import signal
 
+import pyarrow as pa
 import pytest
 
-from tests.faults.campaign import JobDraw, Strike, Turn, play_job
+from tests.faults.campaign import JobDraw, PlayedJob, Strike, Turn, play_job
+from tests.faults.fakes import answer
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -14,9 +16,9 @@ STOP = Strike(when="part", delay_s=0.1, victim="driver", number=signal.SIGTERM)
 
 
 def job(turns: tuple[Turn, ...], **settings) -> JobDraw:
-    """Return a job of one window with about a second of work in 30 units, so that turns find it half done."""
+    """Return a job of one window with about five seconds of work in 30 units, so that turns find it half done."""
     small = {"num_rows": 3000, "num_files": 2, "group_rows": 300, "window_rows": 3000, "rows_per_file": 100}
-    defaults = {**small, "seed": "1", "setup": "threads", "seconds_per_step": 0.05}
+    defaults = {**small, "seed": "1", "setup": "threads", "seconds_per_step": 0.1}
     return JobDraw(**{**defaults, **settings}, turns=turns)
 
 
@@ -59,9 +61,33 @@ def test_rows_survive_kills_on_a_store_that_fails():
                 Turn(failpoint="part.linked=kill@1"),
             ),
             setup="s3",
-            num_rows=600,
-            window_rows=600,
+            num_rows=1000,
+            window_rows=1000,
+            seconds_per_step=0.2,
         )
     )
     assert figures.kills["driver"] == figures.kills["engine"] == 1
     assert figures.store_faults
+
+
+ROWS = [("f.parquet", row, answer(text), None) for row, text in enumerate("abc")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (ROWS[:2], "1 rows lost, the first .*2"),
+        ([*ROWS, ROWS[0]], "1 rows doubled, the first .*0"),
+        ([*ROWS, ("f.parquet", 3, answer("d"), None)], "unknown rows: .*3"),
+        ([*ROWS[:2], ("f.parquet", 2, answer("d"), None)], "1 rows are wrong, the first .*2"),
+        ([*ROWS[:2], ("f.parquet", 2, None, "corrupt_input")], "1 rows are wrong, the first .*2"),
+    ],
+)
+def test_the_check_finds_each_kind_of_wrong_output(tmp_path, rows, message):
+    played = PlayedJob(job(()), tmp_path)
+    played.texts = {"f.parquet": list("abc")}
+    names = ["source_file", "source_row", "generated_text", "error"]
+    tables = [pa.table(dict(zip(names, map(list, zip(*found, strict=True)), strict=True))) for found in (ROWS, rows)]
+    played.check_rows(tables[0])
+    with pytest.raises(AssertionError, match=message):
+        played.check_rows(tables[1])
