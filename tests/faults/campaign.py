@@ -87,7 +87,11 @@ EARLY_PHASES, LATE_PHASES = ("planning", "starting", "loading", "running"), ("ve
 BUSY = {"lost_put": 0.03, "slow_down": 0.03, "server_error": 0.02, "conflict": 0.02, "error_body": 0.02,
         "truncated": 0.02, "reset": 0.02, "slow": 0.02}  # fmt: skip
 BEHAVIOUR = {"slots": 64, "error": {"status": 503, "every": 97}, "truncate": {"every": 131}}
-NODE = {"num_cpus": 2, "num_gpus": 1, "object_store_memory": 100 * 2**20}  # room for one actor and one reader
+NODE: dict[str, Any] = {
+    "num_cpus": 2,
+    "num_gpus": 1,
+    "object_store_memory": 100 * 2**20,
+}  # room for one actor and one reader
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,13 +62,21 @@ class HashEngine:
         began_us = time.monotonic_ns() // 1000
         time.sleep(self._step_s)
         running, self._waiting = self._waiting[:MAX_RUNNING], self._waiting[MAX_RUNNING:]
-        done, now_us = [], time.monotonic_ns() // 1000
-        for request, queued_us in running:
-            prompt = request.prompt_token_ids
-            times = {"queued_us": queued_us, "first_token_us": now_us, "last_token_us": now_us}
-            text = answer(bytes(prompt).decode())
-            done.append(Completion(request.row_id, [len(prompt) % 256], text, "stop", len(prompt), **times))
-            self.stats.prompt_tokens += len(prompt)
+        now_us = time.monotonic_ns() // 1000
+        done = [
+            Completion(
+                request.row_id,
+                [len(request.prompt_token_ids) % 256],
+                answer(bytes(request.prompt_token_ids).decode()),
+                "stop",
+                len(request.prompt_token_ids),
+                queued_us=queued_us,
+                first_token_us=now_us,
+                last_token_us=now_us,
+            )
+            for request, queued_us in running
+        ]
+        self.stats.prompt_tokens += sum(row.num_prompt_tokens for row in done)
         self.stats.generated_tokens += len(done)
         self.stats.num_steps += 1
         self.stats.decode_us += time.monotonic_ns() // 1000 - began_us

@@ -10,6 +10,7 @@ from tests.faults.fakes import answer
 
 pytestmark = pytest.mark.timeout(900)
 
+AT_PART_3 = "part.linked=kill@3"
 AFTER_A_PART = Strike(when="part", delay_s=0.1, victim="driver")
 ENGINE_AFTER_A_PART = Strike(when="part", delay_s=0.0, victim="engine")
 STOP = Strike(when="part", delay_s=0.1, victim="driver", number=signal.SIGTERM)
@@ -23,50 +24,37 @@ def job(turns: tuple[Turn, ...], **settings) -> JobDraw:
 
 
 def test_rows_survive_kills_of_driver_and_engine_a_stop_and_two_runs_at_once():
-    figures = play_job(
-        job(
-            (
-                Turn(strikes=(ENGINE_AFTER_A_PART, AFTER_A_PART)),
-                Turn(failpoint="part.linked=kill@2"),
-                Turn(strikes=(STOP,), change="append"),
-                Turn(change="two runs"),
-            )
-        )
+    turns = (
+        Turn(strikes=(ENGINE_AFTER_A_PART, AFTER_A_PART)),
+        Turn(failpoint=AT_PART_3),
+        Turn(strikes=(STOP,), change="append"),
+        Turn(change="two runs"),
     )
+    figures = play_job(job(turns, seconds_per_step=0.2))
     assert figures.kills == {"engine": 1, "driver": 1, "driver at part.linked": 1, "SIGTERM": 1}
     assert figures.rows == 3375
 
 
 def test_a_damaged_file_that_is_repaired_in_the_middle_of_the_job_loses_no_row():
-    figures = play_job(
-        job((Turn(change="damage", strikes=(AFTER_A_PART,)), Turn(change="repair", strikes=(AFTER_A_PART,))))
-    )
-    assert figures.kills["driver"] == 2
+    turns = (Turn(change="damage", failpoint=AT_PART_3), Turn(change="repair", failpoint=AT_PART_3))
+    # this seed damages the first row group, which changes the first units
+    figures = play_job(job(turns, seed="9"))
+    assert figures.kills == {"driver at part.linked": 2}
     assert figures.rows == 3000
 
 
 @pytest.mark.parametrize("cut", ["another order", "shorter prefixes"])
 def test_a_version_that_cuts_other_units_is_refused_and_the_old_one_finishes(cut):
-    figures = play_job(job((Turn(strikes=(AFTER_A_PART,)), Turn(change="other cut", cut=cut))))
+    figures = play_job(job((Turn(failpoint=AT_PART_3), Turn(change="other cut", cut=cut))))
     assert figures.refused == {"other cut": 1}
     assert figures.rows == 3000
 
 
-def test_rows_survive_kills_on_a_store_that_fails():
-    figures = play_job(
-        job(
-            (
-                Turn(strikes=(ENGINE_AFTER_A_PART, AFTER_A_PART)),
-                Turn(change="full disk"),
-                Turn(failpoint="part.linked=kill@1"),
-            ),
-            setup="s3",
-            num_rows=1000,
-            window_rows=1000,
-            seconds_per_step=0.2,
-        )
-    )
-    assert figures.kills["driver"] == figures.kills["engine"] == 1
+def test_rows_survive_kills_and_a_full_disk_on_a_store_that_fails():
+    turns = (Turn(failpoint="part.serialized=kill@2"), Turn(failpoint="part.linked=kill@1"), Turn(change="full disk"))
+    figures = play_job(job(turns, setup="s3", num_rows=1000, window_rows=1000))
+    assert figures.kills == {"driver at part.serialized": 1, "driver at part.linked": 1}
+    assert figures.ended[3] == 3
     assert figures.store_faults
 
 
