@@ -114,6 +114,7 @@ class Child:
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())
+        self._sending = threading.Lock()  # a socket that is closed while a thread sends may be another file by then
         self.ready = False
         self.heard_us = now_us()
         self.crash: Crashed | None = None
@@ -121,8 +122,9 @@ class Child:
         self.send(Start(launch.factory, launch.config, launch.reference))
 
     def send(self, message: ToEngine) -> None:
-        with contextlib.suppress(OSError):  # the keeper notices its end and sends the rows again
-            self.connection.send(message)
+        with self._sending, contextlib.suppress(OSError):  # the keeper notices its end and sends the rows again
+            if not self.connection.closed:
+                self.connection.send(message)
 
     def kill(self, reason: str) -> None:
         self._kill_reason = reason
@@ -143,7 +145,8 @@ class Child:
         except subprocess.TimeoutExpired:
             self.kill("it did not respond")
             code = self.process.wait()
-        self.connection.close()
+        with self._sending:
+            self.connection.close()
         words = self.crash.message if self.crash else self._output.last()
         killed = code == -signal.SIGKILL and self._kill_reason is None
         return Ended(self._describe_exit(code), words.strip()[-OUTPUT_TAIL_BYTES:], killed)
