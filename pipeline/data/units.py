@@ -14,7 +14,7 @@ import pyarrow as pa
 from pipeline.data.bucket import cut_units, estimate_tokens
 from pipeline.data.prompts import PromptSpec, Rendered, render
 from pipeline.data.row_adapters import RowAdapters
-from pipeline.data.row_checksum import row_mixes, sum_of
+from pipeline.data.row_checksum import row_mixes, rows_checksum, sum_of
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import (
     DAMAGED_KEY,
@@ -101,7 +101,7 @@ class Unit:
 
     def rows_checksum(self) -> int:
         """Return the checksum of the unit's rows."""
-        return sum_of(row_mixes(self.own("source_file"), self.own("source_row")))
+        return rows_checksum(self.own("source_file"), self.own("source_row"))
 
     def of_rows(self, rows: Sequence[int]) -> "Unit":
         """Return a unit with the same window and index, restricted to these rows."""

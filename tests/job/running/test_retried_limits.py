@@ -99,7 +99,7 @@ def test_a_part_that_is_removed_meanwhile_is_not_made_under_the_new_limit(long, 
         compute(self, spec)
 
     monkeypatch.setattr(Watch, "compute", removed_first)
-    with pytest.raises(OutputError, match="was removed since the run began"):
+    with pytest.raises(OutputError, match="no longer exists"):
         retry(long, 200)
     assert not long.parts()
 
