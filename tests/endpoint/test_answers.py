@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.endpoint.answer import AllRejected, BadAnswer, Overloaded, StreamedAnswer, completion_of, message_of
+from pipeline.endpoint.answer import Rejected, BadAnswer, Overloaded, StreamedAnswer, completion_of, message_of
 from pipeline.endpoint.body import chat_body, completion_body, embedding_body
 from pipeline.endpoint.spec import PATHS, EndpointRequest, base_url
 from pipeline.engine.params import Completion, SamplingParams
@@ -204,7 +204,7 @@ def test_overload_is_no_error_of_the_row(header: str | None, wait_s: float | Non
 
 def test_other_statuses_are_errors_of_the_server():
     for status in (401, 402, 403, 404, 405, 204, 302, 500, 502, 504):
-        with pytest.raises(AllRejected if 401 <= status <= 405 else BadAnswer, match="Welcome to the proxy"):
+        with pytest.raises(Rejected if 401 <= status <= 405 else BadAnswer, match="Welcome to the proxy"):
             completion_of(status, {}, HTML.encode(), request())
 
 
