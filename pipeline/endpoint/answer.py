@@ -139,7 +139,7 @@ def _completion(answer: dict[str, Any], request: EndpointRequest, has_tools: boo
         raise BadAnswer(f"the answer has choices {numbers}; expected {params.n} with different indices from 0")
     for choice in choices:
         if choice.get("error"):
-            raise BadAnswer(f"the server ended the answer: {message_of(json.dumps(choice).encode())}")
+            raise BadAnswer(f"choice {choice['index']} of the answer failed: {message_of(json.dumps(choice).encode())}")
     if any(choice.get("finish_reason") == "content_filter" for choice in choices):
         return failed(request, RowError.CONTENT_FILTER, "the server's content filter ended the answer")
     if refusal := next(filter(None, map(_refusal, choices)), ""):
@@ -333,7 +333,7 @@ class StreamedAnswer:
         whole = self._choices.setdefault(index, {"index": index, "finish_reason": None})
         if choice.get("finish_reason"):
             if whole["finish_reason"] is not None:
-                raise BadAnswer(f"choice {index} of the answer ended twice")
+                whole["error"] = "it ended twice"  # the usage may still arrive
             whole["finish_reason"] = choice["finish_reason"]
         if choice.get("error"):
             whole["error"] = choice["error"]
@@ -345,7 +345,8 @@ class StreamedAnswer:
                 if delta.get(key):
                     message[key] = message.get(key, "") + delta[key]
             for call in delta.get("tool_calls") or ():
-                _add_call(message.setdefault("tool_calls", []), call)
+                if not _add_call(message.setdefault("tool_calls", []), call):
+                    whole["error"] = "it has two tool calls with the same index"
         if given := choice.get("logprobs"):
             merged = whole.setdefault("logprobs", {key: [] for key in given if isinstance(given[key], list)})
             for key in merged:
@@ -358,15 +359,15 @@ class StreamedAnswer:
         return json.dumps({**self._answer, "choices": list(self._choices.values())}).encode()
 
 
-def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> None:
-    """Add a piece of a tool's call: the first piece has its id and name, each one some of its arguments."""
+def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> bool:
+    """Add a piece of a tool's call: the first piece has its id and name, each one some of its arguments. Return False
+    if its index is another call's."""
     index = piece.get("index", 0)
     call = next((call for call in calls if call["index"] == index), None)
     if call is None:
         calls.append({**piece, "index": index})
-        return
-    if piece.get("id") and piece["id"] != call.get("id"):
-        raise BadAnswer(f"the answer has two tool calls with index {index}")
+        return True
     function, more = call.setdefault("function", {}), (piece.get("function") or {}).get("arguments")
     if more:
         function["arguments"] = (function.get("arguments") or "") + more
+    return piece.get("id") in (None, "", call.get("id"))

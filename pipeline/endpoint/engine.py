@@ -291,7 +291,7 @@ class EndpointEngine:
             return False
         except Disconnected as error:
             problem = await self._problem_of(client, client.probe)
-            if problem and client in self._up:
+            if problem and client in self._up and not self._sends_no_more:
                 self._down(client, f"{error}; {problem}")
             return not problem and await self._has_failed(client, row, str(error))
         except BadAnswer as error:
@@ -363,7 +363,7 @@ class EndpointEngine:
             for client in self._clients:
                 if client in self._up or client.num_open:
                     self._in_background(client.read_gauges())
-                elif client not in self._refusing and now_s - self._probed_s[client] >= REJOIN_S:
+                elif self._may_rejoin(client) and now_s - self._probed_s[client] >= REJOIN_S:
                     self._probed_s[client] = now_s
                     self._in_background(self._join_again(client))
 
@@ -377,6 +377,9 @@ class EndpointEngine:
         error = None if task.cancelled() else task.exception()
         if error is not None and not isinstance(error, TimeoutError):
             self._fail(error)
+
+    def _may_rejoin(self, client: Client) -> bool:
+        return client not in self._refusing and not self._sends_no_more
 
     async def _join_again(self, client: Client) -> None:
         """Use a server again if it answers."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.endpoint.answer import Rejected, BadAnswer, Overloaded, StreamedAnswer, completion_of, message_of
+from pipeline.endpoint.answer import BadAnswer, Overloaded, Rejected, StreamedAnswer, completion_of, message_of
 from pipeline.endpoint.body import chat_body, completion_body, embedding_body
 from pipeline.endpoint.spec import PATHS, EndpointRequest, base_url
 from pipeline.engine.params import Completion, SamplingParams

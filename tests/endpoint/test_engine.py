@@ -27,14 +27,16 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, seconds)
 
 
-def prompt(index: int) -> str:
+def prompt_of(index: int) -> str:
     return f"word{index}. a b c"
 
 
-def request(index: int, is_chat: bool = False, **fields: Any) -> EndpointRequest:
-    params = SamplingParams(max_tokens=8)
-    messages = [{"role": "user", "content": prompt(index)}]
-    body = chat_body(messages, params, {}) if is_chat else completion_body(prompt(index), params)
+def request(
+    index: int, is_chat: bool = False, params: SamplingParams | None = None, prompt: str = "", **fields: Any
+) -> EndpointRequest:
+    params, prompt = params or SamplingParams(max_tokens=8), prompt or prompt_of(index)
+    messages = [{"role": "user", "content": prompt}]
+    body = chat_body(messages, params, {}) if is_chat else completion_body(prompt, params)
     return EndpointRequest(index, body, params, **fields)
 
 
@@ -66,7 +68,7 @@ def compute(*servers: FakeServer | str, num_rows: int = 40, **config: Any) -> di
 
 def assert_right(done: dict[object, Completion]) -> None:
     for index, one in done.items():
-        assert (one.error, one.error_message, one.text) == (None, None, answer_text(prompt(int(str(index))), 8))
+        assert (one.error, one.error_message, one.text) == (None, None, answer_text(prompt_of(int(str(index))), 8))
 
 
 @pytest.mark.parametrize("behaviour", [{}, {"metrics": False}, {"slots": 3, "seconds_per_request": 0.01},
@@ -178,7 +180,7 @@ def test_control_tokens_are_sent_as_tokens_or_only_if_allowed():
             assert done.error == error
             assert (error is None) or "'<|end|>'" in (done.error_message or "")
             if error is None:
-                assert server.requests[-1].body["prompt"] == (list(ids) or prompt(1))
+                assert server.requests[-1].body["prompt"] == (list(ids) or prompt_of(1))
 
 
 def test_extra_body_adds_and_removes_fields():
