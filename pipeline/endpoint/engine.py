@@ -163,10 +163,9 @@ class EndpointEngine:
     def abandon(self) -> None:
         """Give up the open requests at once."""
         self.drain()
-        tasks = [*self._tasks, *self._background, *self._probes.values()]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        if tasks:
+        while tasks := [*self._tasks, *self._background, *self._probes.values()]:
             self._loop.run_until_complete(asyncio.wait(tasks))
 
     def stream(self, requests: Iterable[EndpointRequest]) -> Iterator[Completion]:
@@ -344,10 +343,10 @@ class EndpointEngine:
             self._has_finished.set()
 
     def _end_waits(self) -> None:
-        """Wake the rows that wait to be sent again."""
-        for task, sent in self._tasks.items():
-            if not sent.bill.is_open:
-                task.cancel()
+        """Cancel everything but the open requests of rows."""
+        waiting = [task for task, sent in self._tasks.items() if not sent.bill.is_open]
+        for task in (*waiting, *self._probes.values(), *self._background):
+            task.cancel()
 
     # -- servers
 

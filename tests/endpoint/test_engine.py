@@ -83,7 +83,8 @@ def test_all_rows_are_right_on_servers_with_faults(behaviour: dict[str, Any]):
         with FakeServer(**behaviour) as server:
             done = compute(server, route=route)
         assert_right(done)
-        assert {one.num_generated_tokens for one in done.values()} == ({0} if "usage" in behaviour else {4})
+        counted = {None: 4, "too_large": 1_000_000}.get(behaviour.get("usage"), 0)
+        assert {one.num_generated_tokens for one in done.values()} == {counted}
         assert {one.num_prompt_tokens for one in done.values()} <= {0, 4}
         assert server.accepted.max <= behaviour.get("limit", 1000)
 
@@ -102,7 +103,7 @@ def test_a_row_that_always_fails_is_an_error_row():
 
 
 def failure(server: FakeServer, num_rows: int = 40, **config: Any) -> str:
-    with pytest.raises(EnvironmentFailed) as caught:
+    with pytest.raises(EnvironmentFailed) as caught:  # EngineUnusable too
         compute(server, num_rows=num_rows, **config)
     assert KEY not in str(caught.value)
     return str(caught.value)
@@ -111,7 +112,7 @@ def failure(server: FakeServer, num_rows: int = 40, **config: Any) -> str:
 @pytest.mark.parametrize("metrics", [True, False])
 def test_servers_that_fail_for_good_end_the_engine(metrics: bool):
     with FakeServer(metrics=metrics, model_name={"kind": "other-model", "after": 12}) as server:
-        assert "as model 'other-model', and answered as 'fake-model' before" in failure(server)
+        assert "as model 'other-model', and the first answer was of 'fake-model'" in failure(server)
     with FakeServer(metrics=metrics, hang={"match": "word3."}) as server:
         assert "no token for 0.3 s (run.stall_timeout)" in failure(server, stall_timeout_s=0.3)
     with FakeServer(metrics=metrics, die={"match": "word20."}) as server:
@@ -141,7 +142,7 @@ def test_servers_share_the_rows_and_join_late():
             for index in range(10):
                 engine.add(request(index))
             assert_right(steps(engine))
-        assert late.num_answered > 5
+        assert late.num_answered > 2  # more than the probe
 
 
 def test_wrong_settings_end_the_start_with_the_key_to_change():

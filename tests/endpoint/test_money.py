@@ -78,10 +78,13 @@ def test_usage_above_max_tokens_is_trusted():
 
 def test_a_stalled_server_is_counted():
     behaviour = {"seconds_per_request": 0.01, "hang": {"match": "word", "after": 5}}
-    with FakeServer(**behaviour) as bad, FakeServer() as good:
-        with opened(bad, good, route="chat", stall_timeout_s=0.3) as engine:
-            assert len(run(engine)) == 40
-            counted = engine.counters()
+    with (
+        FakeServer(**behaviour) as bad,
+        FakeServer() as good,
+        opened(bad, good, route="chat", stall_timeout_s=0.3) as engine,
+    ):
+        assert len(run(engine)) == 40
+        counted = engine.counters()
         assert counted["num_unmetered"] >= 1
         for name in "prompt_tokens", "generated_tokens":
             billed = getattr(bad.ledger, name) + getattr(good.ledger, name)
@@ -99,19 +102,20 @@ def begun(engine: EndpointEngine, num_rows: int = 60) -> list[Completion]:
 
 @pytest.mark.parametrize("metrics", [True, False])
 def test_a_drain_sends_nothing_and_keeps_the_rows_of_open_requests(metrics: bool):
-    with FakeServer(slots=4, seconds_per_request=0.02, metrics=metrics) as server:
-        with opened(server, route="chat") as engine:
-            first = len(server.requests)
-            done = begun(engine)
-            engine.drain()
-            num_sent = len(server.requests)
-            engine.add(request(100, is_chat=True))  # on its way when the drain began
-            done += [one for _ in range(400) if engine.has_unfinished for one in engine.step()]
-            assert not engine.has_unfinished
-            # Requests that were sent, but not received, when the drain began
-            assert len(server.requests) <= num_sent + engine.counters()["num_requests"] - len(done) + 16
-            assert len({one.row_id for one in done}) == len(done) == len(server.requests) - first < 60
-            assert_counted(engine, server, is_exact=True)
+    with (
+        FakeServer(slots=4, seconds_per_request=0.02, metrics=metrics) as server,
+        opened(server, route="chat") as engine,
+    ):
+        first = len(server.requests)
+        done = begun(engine)
+        engine.drain()
+        num_sent = len(server.requests)
+        engine.add(request(100, is_chat=True))  # on its way when the drain began
+        done += [one for _ in range(400) if engine.has_unfinished for one in engine.step()]
+        assert not engine.has_unfinished
+        assert len(server.requests) <= num_sent + 16  # a window that was sent, and not yet received
+        assert len({one.row_id for one in done}) == len(done) == len(server.requests) - first < 60
+        assert_counted(engine, server, is_exact=True)
 
 
 def test_a_drain_forgets_rows_that_wait_or_fail(monkeypatch: pytest.MonkeyPatch):
@@ -125,15 +129,17 @@ def test_a_drain_forgets_rows_that_wait_or_fail(monkeypatch: pytest.MonkeyPatch)
         while engine.has_unfinished:
             engine.step()
         assert time.monotonic() - begin_s < 20
-    with FakeServer(truncate={"match": "word"}, seconds_per_request=0.2) as server:
-        with opened(server, route="chat") as engine:
-            engine.add(request(1, is_chat=True))
-            while server.accepted.now == 0:
-                engine.step()
-            engine.drain()
-            while engine.has_unfinished:
-                assert engine.step() == []
-            assert_counted(engine, server, is_exact=False)
+    with (
+        FakeServer(truncate={"match": "word"}, seconds_per_request=1.0) as server,
+        opened(server, route="chat") as engine,
+    ):
+        engine.add(request(1, is_chat=True))
+        while server.accepted.now == 0:
+            engine.step()
+        engine.drain()
+        while engine.has_unfinished:
+            assert engine.step() == []
+        assert_counted(engine, server, is_exact=False)
 
 
 def test_abandoned_requests_are_counted_and_end_at_once():
@@ -214,30 +220,32 @@ def test_grants_are_never_exceeded(
     behaviour: dict[str, Any], config: dict[str, Any], params: dict[str, Any], metrics: bool
 ):
     sampling, num_raises = SamplingParams(**{"max_tokens": 8, **params}), 0
-    with FakeServer(slots=16, metrics=metrics, **behaviour) as server:
-        with opened(server, route="chat", prices=PRICES, has_budget=True, **config) as engine:
-            num_probes = len(server.requests)
-            for index in range(300):
-                prompt = f"word{index}." + " a" * (index % 20)
-                engine.add(request(index, is_chat=True, params=sampling, prompt=prompt))
-            done = engine.step()
-            assert (done, len(server.requests)) == ([], num_probes)
-            granted = 0.0
-            while engine.has_unfinished:
-                done += engine.step()
-                if needed := engine.needed_usd:
-                    counted = engine.counters()
-                    assert counted["needed_nanousd"] == pytest.approx(needed * 1e9, abs=2)
-                    assert counted["open_generated_tokens"] == 0
-                    num_sent = num_rows(server)
-                    engine.grant(granted)
-                    assert (engine.step(), num_rows(server)) == ([], num_sent)
-                    num_raises += 1
-                    granted = spent_usd(counted) + (needed if num_raises % 2 else 40 * needed)
-                    engine.grant(granted)
-                assert server.ledger.usd(PRICES) <= granted + 1e-9 or granted == 0.0
-            assert engine.needed_usd == 0.0
-            assert spent_usd(engine.counters()) <= granted + 1e-9
+    with (
+        FakeServer(slots=16, metrics=metrics, **behaviour) as server,
+        opened(server, route="chat", prices=PRICES, has_budget=True, **config) as engine,
+    ):
+        num_probes = len(server.requests)
+        for index in range(300):
+            prompt = f"word{index}." + " a" * (index % 20)
+            engine.add(request(index, is_chat=True, params=sampling, prompt=prompt))
+        done = engine.step()
+        assert (done, len(server.requests)) == ([], num_probes)
+        granted = 0.0
+        while engine.has_unfinished:
+            done += engine.step()
+            if needed := engine.needed_usd:
+                counted = engine.counters()
+                assert counted["needed_nanousd"] == pytest.approx(needed * 1e9, abs=2)
+                assert counted["open_generated_tokens"] == 0
+                num_sent = num_rows(server)
+                engine.grant(granted)
+                assert (engine.step(), num_rows(server)) == ([], num_sent)
+                num_raises += 1
+                granted = spent_usd(counted) + (needed if num_raises % 2 else 40 * needed)
+                engine.grant(granted)
+            assert server.ledger.usd(PRICES) <= granted + 1e-9 or granted == 0.0
+        assert engine.needed_usd == 0.0
+        assert spent_usd(engine.counters()) <= granted + 1e-9
     assert len({one.row_id for one in done}) == len(done) == 300
     assert {one.error for one in done} <= {None, "server_error"}
     assert num_raises >= 3
