@@ -209,10 +209,14 @@ def test_tool_calls_are_kept_as_json():
     whole = completion_of(200, {}, called(*calls), request(), has_tools=True)
     assert (whole.text, whole.finish_reason, json.loads(whole.tool_calls or "")) == ("", "stop", calls)
     assert "K\u00f6ln" in (whole.tool_calls or "")
-    deltas = [{"content": None}, {"tool_calls": [call("weather", "", index=1)]}, {"tool_calls": [call("time", "{", index=0)]},
-              *({"tool_calls": [{"index": 1, "function": {"arguments": part}}]} for part in ('{"city": ', '"K\u00f6ln"}')),
-              {"tool_calls": [{"index": 0, "id": "call_time", "function": {"arguments": "}"}}]}]  # fmt: skip
-    pieces = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
+    parts = [
+        call("weather", "", index=1),
+        call("time", "{", index=0),
+        {"index": 1, "function": {"arguments": '{"city": '}},
+        {"index": 1, "function": {"arguments": '"K\u00f6ln"}'}},
+        {"index": 0, "id": "call_time", "function": {"arguments": "}"}},
+    ]
+    pieces = [{"index": 0, "delta": {"tool_calls": [part]}, "finish_reason": None} for part in parts]
     end = {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
     lines = [f"data: {json.dumps({'choices': [piece]})}".encode() for piece in (*pieces, end)]
     streamed = completion_of(200, {}, assembled([*lines, b"data: [DONE]"]), request(), has_tools=True)
