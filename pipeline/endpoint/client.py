@@ -49,23 +49,27 @@ class NotSent(Disconnected):
 
 
 class ModelNames:
-    """Names of the model in answers: the first one, and others that the job accepts. All servers share them, since one
-    output must not mix two models."""
+    """Names of the model in answers, shared by all servers: the first one, that of the run which this one continues,
+    and others that the job accepts."""
 
     def __init__(self, config: EndpointConfig) -> None:
         self.first = ""
-        self._accepted = {*config.accept_models, *filter(None, [config.expected_model])}
+        self._expected, self._accepted = config.expected_model, {*config.accept_models, config.expected_model}
 
     def check(self, answer: object, shown: str) -> None:
-        """Compare the name in an answer of the server `shown`, if it has one. Raises OtherModel."""
+        """Check the name in an answer of the server `shown`, if it has one. Raises OtherModel."""
         name = str(answer.get("model") or "") if isinstance(answer, dict) else ""
-        self.first = self.first or name
-        if name and name != self.first and name not in self._accepted:
-            raise OtherModel(
-                f"{shown} answers as model {name!r}, and the first answer was of {self.first!r}; one output must not "
-                "mix two models. Use the first model again, or a new output.path. If both are names of the same model, "
-                "list them in server.accept_models"
-            )
+        if not self.first and (self._expected is None or name in self._accepted):
+            self.first = name
+        if not name or name == self.first or name in self._accepted:
+            return
+        before = f"the first answer was of {self.first!r}"
+        if self._expected is not None:
+            before = f"the output was begun with {self._expected!r}"
+        raise OtherModel(
+            f"{shown} serves {name!r}, and {before}; one output must not mix two models. Use the same model again, or "
+            f"choose a new output.path. If both are names of one model, list {name!r} in server.accept_models"
+        )
 
 
 class Client:

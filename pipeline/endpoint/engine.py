@@ -87,12 +87,14 @@ class EndpointEngine:
             self._num_sent = dict.fromkeys(self._clients, 0)  # with those that wait to be sent again
             self._probed_s = dict.fromkeys(self._clients, 0.0)
             self._loop.run_until_complete(self._start())
-        first, model = self._up[0], self._names.first or self._up[0].model
-        self._check_resumed(first, model)
+        first = self._up[0]
+        if config.expected_model is not None and config.expected_version != first.version:
+            before = config.expected_version
+            print(f"the server's version is {first.version!r}, and {before!r} in the run before: texts may differ")
         self.resolved: dict[str, str | int] = {
             "device": "server",
             "endpoint": ", ".join(client.shown for client in self._clients),
-            "model": model,
+            "model": self._names.first or first.model,
             "server": first.version,
             "prompts": "tokens" if first.accepts_ids else "text",
         }
@@ -194,7 +196,7 @@ class EndpointEngine:
             try:
                 reasons = await asyncio.gather(*(self._join(client) for client in self._clients))
             except OtherModel as error:
-                raise ConfigError(f"server.url: {error}") from None
+                raise ConfigError(f"server: {error}") from None
             if self._up:
                 return
             if self._server is not None and self._server.has_ended:
@@ -218,18 +220,6 @@ class EndpointEngine:
         if client not in self._up:
             self._up.append(client)
         return ""
-
-    def _check_resumed(self, client: Client, found: str) -> None:
-        """Refuse another model than that of earlier runs, and log another version."""
-        model, version = self._config.expected_model, self._config.expected_version
-        if model is not None and model != found and found not in self._config.accept_models:
-            raise ConfigError(
-                f"server: {client.shown} serves {found!r}, and the output was begun with {model!r}; start a server "
-                "with that model, or choose a new output.path. If both are names of the same model, list "
-                f"{found!r} in server.accept_models"
-            )
-        if model is not None and version != client.version:
-            print(f"the server's version is {client.version!r}, and {version!r} in the run before: texts may differ")
 
     # -- a step
 
@@ -382,7 +372,7 @@ class EndpointEngine:
 
     async def _join_again(self, client: Client) -> None:
         """Use a server again if it answers."""
-        if not await self._probe(client, client.probe) and client not in self._up:
+        if not await self._probe(client, client.probe) and self._may_rejoin(client) and client not in self._up:
             self._up.append(client)
 
     async def _problem_of(self, client: Client, probe: Callable[[], Awaitable[None]]) -> str:

@@ -112,7 +112,7 @@ def failure(server: FakeServer, num_rows: int = 40, **config: Any) -> str:
 @pytest.mark.parametrize("metrics", [True, False])
 def test_servers_that_fail_for_good_end_the_engine(metrics: bool):
     with FakeServer(metrics=metrics, model_name={"kind": "other-model", "after": 12}) as server:
-        assert "as model 'other-model', and the first answer was of 'fake-model'" in failure(server)
+        assert "serves 'other-model', and the first answer was of 'fake-model'" in failure(server)
     with FakeServer(metrics=metrics, hang={"match": "word3."}) as server:
         assert "no token for 0.3 s (run.stall_timeout)" in failure(server, stall_timeout_s=0.3)
     with FakeServer(metrics=metrics, die={"match": "word20."}) as server:

@@ -137,7 +137,7 @@ def test_an_answer_of_another_model_is_kept_back_and_ends_the_engine(metrics: bo
     with FakeServer(model_name=other, metrics=metrics) as server, opened(server, route="chat") as engine:
         done, message = until_error(engine)
         assert len(done) == 12 - FIRST
-        assert "answers as model 'second', and the first answer was of 'fake-model'" in message
+        assert "serves 'second', and the first answer was of 'fake-model'" in message
         assert "server.accept_models" in message
         assert len(server.requests) < FIRST + 40
         assert engine.counters()["prompt_tokens"] == server.ledger.prompt_tokens
@@ -180,13 +180,16 @@ def test_a_probe_is_sent_as_rows_are_sent(metrics: bool):
 
 def test_servers_of_one_job_and_resumed_runs_have_one_model():
     with FakeServer() as one, FakeServer(model="second") as two:
-        different = r"(?s)^server\.url: .*answers as model .*server\.accept_models"
+        different = r"^server: .* serves .*, and the first answer was of .*server\.accept_models"
         with pytest.raises(ConfigError, match=different):
             compute(one, two, route="chat")
         assert_right(compute(one, two, route="chat", accept_models=("fake-model", "second")))
         with pytest.raises(ConfigError, match=r"serves 'second', .* 'first'; .*'second' in server\.accept_models"):
             compute(two, route="chat", expected_model="first")
         assert_right(compute(two, route="chat", expected_model="first", accept_models=("second",)))
+        with opened(two, route="chat", expected_model="first", accept_models=("second",)) as engine:
+            two.behaviour.model = "third"
+            assert "'third', and the output was begun with 'first'" in until_error(engine)[1]
     with FakeServer(model="second", model_name={"kind": "first", "after": 12}) as server:
         assert_right(compute(server, route="chat", expected_model="first", accept_models=("second",)))
 
