@@ -120,7 +120,7 @@ class Client:
             self.version = await self._find_version()
         self.progress_s = time.monotonic()
 
-    async def ask_again(self) -> None:
+    async def repeat_probe(self) -> None:
         """Get one token, after the server rejected a row. Raises what `probe` raises."""
         async with self._probing():
             await self._answer_to(self._first_request())

@@ -34,18 +34,18 @@ REJOIN_S = 5.0  # between probes of a server that is down, while others work
 
 
 @dataclass
-class _Row:
+class _WaitingRow:
     request: EndpointRequest
     added_us: int
     tries: int = 0
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _SentRow:
     """A row that a server computes, or that waits to be sent to it again: then its bill is settled."""
 
     client: Client
-    row: _Row
+    row: _WaitingRow
     bill: Bill
 
 
@@ -57,9 +57,9 @@ class EndpointEngine:
         if a server rejects the first request, EnvironmentFailed if none answers in time."""
         self._config, self._log = config, log
         self._loop = asyncio.new_event_loop()
-        self._rows: collections.deque[_Row] = collections.deque()  # waiting
+        self._rows: collections.deque[_WaitingRow] = collections.deque()  # waiting
         self._finished: list[Completion] = []
-        self._tasks: dict[asyncio.Task[bool], _Sent] = {}
+        self._tasks: dict[asyncio.Task[bool], _SentRow] = {}
         self._has_finished = asyncio.Event()
         self._failure: BaseException | None = None  # raised as soon as finished rows have been returned
         self._unusable: EngineUnusable | None = None  # raised once no request is open either
@@ -137,7 +137,7 @@ class EndpointEngine:
         if request.control_token and not as_ids and not self._config.allow_control_tokens:
             self._finished.append(failed(request, RowError.CONTROL_TOKENS, _control_message(request)))
         else:
-            self._rows.append(_Row(request, now_us()))
+            self._rows.append(_WaitingRow(request, now_us()))
 
     def step(self) -> list[Completion]:
         """Return the rows that ended within a moment. If there are none, raises EnvironmentFailed if no server works,
@@ -248,7 +248,7 @@ class EndpointEngine:
                 return
             room[client] -= 1
             self._num_sent[client] += 1
-            sent = _Sent(client, self._rows.popleft(), self._meter.open(reserved))
+            sent = _SentRow(client, self._rows.popleft(), self._meter.open(reserved))
             task = self._loop.create_task(self._compute(sent))
             self._tasks[task] = sent
             task.add_done_callback(self._task_ended)
@@ -265,7 +265,7 @@ class EndpointEngine:
             self._has_finished.set()
         self._launch()
 
-    async def _compute(self, sent: _Sent) -> bool:
+    async def _compute(self, sent: _SentRow) -> bool:
         """Send a row. Return True if it has ended, False if it must wait again."""
         client, row = sent.client, sent.row
         try:
@@ -290,12 +290,12 @@ class EndpointEngine:
         self._finish(done)
         return True
 
-    async def _is_rejected(self, client: Client, row: _Row, error: Rejected) -> bool:
+    async def _is_rejected(self, client: Client, row: _WaitingRow, error: Rejected) -> bool:
         """Find out whether the server rejects only this row. Return True if the row has ended."""
         if error.status == 401:
             self._refuse(client, str(client.rejects_all(error)))
             return False
-        problem = await self._problem_of(client, client.ask_again)
+        problem = await self._problem_of(client, client.repeat_probe)
         if client not in self._up:  # others compute the row
             return False
         message = f"the server rejects the request (status {error.status}): {error}"
@@ -304,7 +304,7 @@ class EndpointEngine:
         self._finish(failed(row.request, RowError.REJECTED, message))
         return True
 
-    async def _has_failed(self, client: Client, row: _Row, reason: str) -> bool:
+    async def _has_failed(self, client: Client, row: _WaitingRow, reason: str) -> bool:
         """Count a failed try. Return True if it was the last one, False after a pause."""
         if self._sends_no_more:
             return False

@@ -1,4 +1,4 @@
-"""Tokens that servers bill: those of answers, those that nobody reported, and those that open requests may still cost.
+"""Tokens that servers bill: those of answers, those without a count, and those that open requests may still cost.
 
 A request reserves the most that it may cost before it is sent. Its answer's `usage` replaces the reservation. If no
 usage arrives (a cut stream, a lost connection, a cancelled request), the server may bill it all the same: it counts at

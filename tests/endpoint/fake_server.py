@@ -107,7 +107,7 @@ class Sample(NamedTuple):
 
 @dataclass
 class Ledger:
-    """Tokens that the server bills: of each request that it computes, also if nobody reads the answer."""
+    """Tokens that the server bills: of each request that it computes, also if its answer is not read."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
