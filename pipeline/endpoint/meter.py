@@ -111,8 +111,7 @@ class Meter:
             num_prompt = round(estimate * self._scale)
         if "input" in body:
             return Reservation(num_prompt, 0, estimate)
-        bounds = (body.get(name) for name in ("max_completion_tokens", "max_tokens"))
-        bound = next((bound for bound in bounds if count_of(bound)), max_tokens)
+        bound = count_of(body.get("max_completion_tokens")) or count_of(body.get("max_tokens")) or max_tokens
         return Reservation(num_prompt, bound * (count_of(body.get("n")) or 1), estimate)
 
     def open(self, reserved: Reservation) -> Bill:
