@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.endpoint.meter import Usage, count_of, usage_of
 from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.params import Completion, FinishReason, SamplingParams
 from pipeline.engine.samples import with_samples
@@ -35,6 +36,10 @@ _UNCONSTRAINED = "the text does not conform to sampling.structured_outputs; the 
 _FILTERED = re.compile(r"content_filter|content management policy|content policy|safety system", re.I)
 
 
+class OtherModel(Exception):
+    """The answer is that of another model."""
+
+
 class Overloaded(Exception):
     """The server accepts no request now. wait_s: the time that it asks to wait, if any."""
 
@@ -51,17 +56,19 @@ class Unsupported(BadAnswer):
     """The server ignores an option of the request. The next answer would be the same."""
 
 
-class AllRejected(Exception):
-    """The server rejects all requests: the key, the model or the route is wrong."""
+class Rejected(Exception):
+    """The server rejects this request, or all requests: the key, the model or the route may be wrong."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
-def completion_of(status: int, headers: Mapping[str, str], raw: bytes, request: EndpointRequest) -> Completion:
+def completion_of(
+    status: int, headers: Mapping[str, str], raw: bytes, request: EndpointRequest, has_tools: bool = False
+) -> Completion:
     """Return the completion of an answer; an error completion if the server rejects this request. Its times are left
-    at 0. Raises Overloaded, BadAnswer, AllRejected."""
+    at 0. has_tools: the model may call tools. Raises Overloaded, BadAnswer, Rejected."""
     if status != 200:
         return _rejected(status, headers, raw, request)
     try:
@@ -70,10 +77,10 @@ def completion_of(status: int, headers: Mapping[str, str], raw: bytes, request: 
         raise BadAnswer(f"the answer is not JSON: {_text(raw)}") from None
     if not isinstance(answer, dict):
         raise BadAnswer(f"the answer is not a JSON object: {_text(raw)}")
-    if "error" in answer and not answer.get("choices"):
+    if answer.get("error"):
         raise BadAnswer(f"the answer is an error with status 200: {message_of(raw)}")
     try:
-        return _embedding(answer, request) if "input" in request.body else _completion(answer, request)
+        return _embedding(answer, request) if "input" in request.body else _completion(answer, request, has_tools)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         raise BadAnswer(f"the answer has an unexpected form ({type(error).__name__}: {error}): {_text(raw)}") from None
 
@@ -99,7 +106,7 @@ def _rejected(status: int, headers: Mapping[str, str], raw: bytes, request: Endp
     if status in (408, 425, 429, 503, 529):
         raise Overloaded(f"status {status}: {message}", _wait_s(headers))
     if status in (401, 402, 403, 404, 405):
-        raise AllRejected(status, message)
+        raise Rejected(status, message)
     if status not in (400, 413, 422):
         raise BadAnswer(f"status {status}: {message}")
     code = RowError.INVALID_REQUEST
@@ -125,24 +132,35 @@ def _wait_s(headers: Mapping[str, str]) -> float | None:
     return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
-def _completion(answer: dict[str, Any], request: EndpointRequest) -> Completion:
+def _completion(answer: dict[str, Any], request: EndpointRequest, has_tools: bool) -> Completion:
     params, choices = request.params, sorted(answer["choices"], key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(params.n)):
         numbers = [choice["index"] for choice in choices]
         raise BadAnswer(f"the answer has choices {numbers}; expected {params.n} with different indices from 0")
+    for choice in choices:
+        if choice.get("error"):
+            raise BadAnswer(f"choice {choice['index']} of the answer failed: {message_of(json.dumps(choice).encode())}")
     if any(choice.get("finish_reason") == "content_filter" for choice in choices):
         return failed(request, RowError.CONTENT_FILTER, "the server's content filter ended the answer")
-    samples = [_sample(choice, request) for choice in choices]
+    if refusal := next(filter(None, map(_refusal, choices)), ""):
+        return failed(request, RowError.REFUSED, refusal)
+    samples = [_sample(choice, request, has_tools) for choice in choices]
     if any(_is_unconstrained(sample, request.params) for sample in samples):
         return failed(request, RowError.GRAMMAR_ERROR, _UNCONSTRAINED)
-    return with_usage(samples, answer.get("usage"), request)
+    return with_usage(samples, answer, request)
+
+
+def _refusal(choice: dict[str, Any]) -> str:
+    """Return the sentence with which the model refuses to answer; empty if it answers."""
+    message = choice.get("message") or {}
+    return "" if message.get("content") or not message.get("refusal") else _text(str(message["refusal"]).encode())
 
 
 def _is_unconstrained(sample: Completion, params: SamplingParams) -> bool:
     """Return whether a finished text breaks its choice or regular expression. A server that does not know
     `structured_outputs` ignores it (llama.cpp). JSON is checked with all other rows; a grammar cannot be."""
     wanted = params.structured_outputs
-    if wanted is None or sample.finish_reason != "stop" or params.stop:
+    if wanted is None or sample.finish_reason != "stop" or params.stop or sample.tool_calls is not None:
         return False
     if wanted.kind == "choice":
         return sample.text.strip() not in (option.strip() for option in json.loads(wanted.text))
@@ -154,12 +172,15 @@ def _is_unconstrained(sample: Completion, params: SamplingParams) -> bool:
         return False
 
 
-def _sample(choice: dict[str, Any], request: EndpointRequest) -> Completion:
+def _sample(choice: dict[str, Any], request: EndpointRequest, has_tools: bool) -> Completion:
     reason = _REASONS.get(choice["finish_reason"])
     if reason is None:
         raise BadAnswer(f"the answer ended with finish_reason {choice['finish_reason']!r}")
     message = choice.get("message")
     text = choice["text"] if message is None else message.get("content") or ""
+    calls = None if message is None else message.get("tool_calls") or None
+    if calls and not has_tools:
+        raise BadAnswer("the answer calls a tool, and server.extra_body has no tools")
     reasoning = None
     if message is not None and request.params.reasoning is not None:
         reasoning = message.get("reasoning_content") or message.get("reasoning")
@@ -177,8 +198,20 @@ def _sample(choice: dict[str, Any], request: EndpointRequest) -> Completion:
     logprobs = None if request.params.logprobs is None else _logprobs(choice["logprobs"])
     ids = [] if logprobs is None else [token.token_id for token in logprobs]
     return Completion(
-        request.row_id, ids, text, reason, len(request.prompt_token_ids), logprobs=logprobs, reasoning=reasoning or None
+        request.row_id,
+        ids,
+        text,
+        reason,
+        len(request.prompt_token_ids),
+        logprobs=logprobs,
+        reasoning=reasoning or None,
+        tool_calls=calls and _valid(json.dumps([_call(call) for call in calls], ensure_ascii=False)),
     )
+
+
+def _call(call: dict[str, Any]) -> dict[str, Any]:
+    """Return a call of a tool without its index, which only streams need."""
+    return {key: value for key, value in call.items() if key != "index"}
 
 
 def _valid(text: str) -> str:
@@ -218,36 +251,27 @@ def _token_id(name: str) -> int:
     return int(number)
 
 
-def with_usage(samples: Sequence[Completion], usage: object, request: EndpointRequest) -> Completion:
-    """Return one completion of the samples, with the token counts of `usage`. If it is missing or impossible, only
-    tokens that are known otherwise are counted."""
-    prompt, generated = _count(usage, "prompt_tokens"), _count(usage, "completion_tokens")
-    is_usable = prompt >= 0 and 0 <= generated <= request.params.max_tokens * request.params.n
-    if not is_usable:
-        prompt, generated = len(request.prompt_token_ids), sum(len(sample.token_ids) for sample in samples)
-    cached = min(max(0, _count(usage, "prompt_tokens_details", "cached_tokens")), prompt)
-    lengths = [len(sample.text) + len(sample.reasoning or "") for sample in samples]
-    counts = [len(s.token_ids) for s in samples] if all(s.token_ids for s in samples) else _split(generated, lengths)
-    thoughts = max(0, _count(usage, "completion_tokens_details", "reasoning_tokens"))
+def with_usage(samples: Sequence[Completion], answer: object, request: EndpointRequest) -> Completion:
+    """Return one completion of the samples, with the token counts of the answer's usage. If it is missing or no count,
+    only tokens that are known otherwise are counted."""
+    found = usage_of(answer, is_embedding=False)
+    usage = found or Usage(len(request.prompt_token_ids), 0, sum(len(sample.token_ids) for sample in samples))
+    lengths = [sum(map(len, (one.text, one.reasoning or "", one.tool_calls or ""))) for one in samples]
+    has_ids = all(sample.token_ids for sample in samples)
+    counts = [len(one.token_ids) for one in samples] if has_ids else _split(usage.generated_tokens, lengths)
+    thoughts = count_of(answer, "usage", "completion_tokens_details", "reasoning_tokens") or 0
     thought = _split(thoughts, [len(sample.reasoning or "") for sample in samples])
     counted = [
         replace(
             sample,
-            num_prompt_tokens=prompt,
-            num_cached_tokens=cached if index == 0 else prompt,
-            token_count=count if is_usable else None,
+            num_prompt_tokens=usage.prompt_tokens,
+            num_cached_tokens=usage.cached_tokens if index == 0 else usage.prompt_tokens,
+            token_count=None if found is None else count,
             num_reasoning_tokens=num_thought if sample.reasoning else 0,
         )
         for index, (sample, count, num_thought) in enumerate(zip(samples, counts, thought, strict=True))
     ]
     return with_samples(counted) if len(counted) > 1 else counted[0]
-
-
-def _count(usage: object, *names: str) -> int:
-    """Return a number of tokens in a nested mapping; -1 if it is missing or not a count."""
-    for name in names:
-        usage = usage.get(name) if isinstance(usage, dict) else None
-    return usage if isinstance(usage, int) and not isinstance(usage, bool) and usage >= 0 else -1
 
 
 def _split(total: int, weights: Sequence[int]) -> list[int]:
@@ -262,11 +286,9 @@ def _embedding(answer: dict[str, Any], request: EndpointRequest) -> Completion:
     vector, length = np.array(one["embedding"], dtype=np.float32), request.body["dimensions"]
     if vector.shape != (length,) or not np.isfinite(vector).all():
         raise Unsupported(f"the vector has shape {vector.shape}; expected {length} finite numbers (task.dimensions)")
-    count = _count(answer.get("usage"), "prompt_tokens")
-    result = VectorResult(vector)
-    return Completion(
-        request.row_id, [], "", "stop", count if count >= 0 else len(request.prompt_token_ids), result=result
-    )
+    usage = usage_of(answer, is_embedding=True)
+    count = len(request.prompt_token_ids) if usage is None else usage.prompt_tokens
+    return Completion(request.row_id, [], "", "stop", count, result=VectorResult(vector))
 
 
 class StreamedAnswer:
@@ -275,7 +297,12 @@ class StreamedAnswer:
     def __init__(self) -> None:
         self._choices: dict[int, dict[str, Any]] = {}
         self._answer: dict[str, Any] = {}
-        self.is_complete = False
+        self._is_complete = False
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the server reported an error in a piece; nothing useful follows it."""
+        return "error" in self._answer
 
     def add(self, line: bytes) -> int:
         """Add a line of server-sent events. Return the number of pieces of text in it. Raises BadAnswer."""
@@ -283,21 +310,19 @@ class StreamedAnswer:
             return 0
         data = line[5:].strip()
         if data == b"[DONE]":
-            self.is_complete = True
+            self._is_complete = True
             return 0
         try:
             piece = json.loads(data)
         except ValueError:
             raise BadAnswer(f"a piece of the answer is not JSON: {_text(data)}") from None
         try:
-            return self._add_piece(piece, data)
+            return self._add_piece(piece)
         except (TypeError, AttributeError) as error:
             raise BadAnswer(f"a piece of the answer has an unexpected form ({error}): {_text(data)}") from None
 
-    def _add_piece(self, piece: dict[str, Any], data: bytes) -> int:
-        if piece.get("error"):
-            raise BadAnswer(f"the server ended the answer: {message_of(data)}")
-        self._answer |= {key: piece[key] for key in ("model", "usage") if piece.get(key)}
+    def _add_piece(self, piece: dict[str, Any]) -> int:
+        self._answer |= {key: piece[key] for key in ("model", "usage", "error") if piece.get(key)}
         choices = piece.get("choices") or []
         for choice in choices:
             self._add_choice(choice)
@@ -308,15 +333,20 @@ class StreamedAnswer:
         whole = self._choices.setdefault(index, {"index": index, "finish_reason": None})
         if choice.get("finish_reason"):
             if whole["finish_reason"] is not None:
-                raise BadAnswer(f"choice {index} of the answer ended twice")
+                whole["error"] = "it ended twice"  # the usage may still arrive
             whole["finish_reason"] = choice["finish_reason"]
+        if choice.get("error"):
+            whole["error"] = choice["error"]
         if delta is None:
             whole["text"] = whole.get("text", "") + (choice.get("text") or "")
         else:
             message = whole.setdefault("message", {})
-            for key in ("content", "reasoning_content", "reasoning"):
+            for key in ("content", "refusal", "reasoning_content", "reasoning"):
                 if delta.get(key):
                     message[key] = message.get(key, "") + delta[key]
+            for call in delta.get("tool_calls") or ():
+                if not _add_call(message.setdefault("tool_calls", []), call):
+                    whole["error"] = "it has two tool calls with the same index"
         if given := choice.get("logprobs"):
             merged = whole.setdefault("logprobs", {key: [] for key in given if isinstance(given[key], list)})
             for key in merged:
@@ -324,6 +354,20 @@ class StreamedAnswer:
 
     def raw(self) -> bytes:
         """Return the answer as the body of one that arrives at once. Raises BadAnswer if it is cut off."""
-        if not self.is_complete:
+        if not (self._is_complete or self.has_failed):
             raise BadAnswer("the answer was cut off")
         return json.dumps({**self._answer, "choices": list(self._choices.values())}).encode()
+
+
+def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> bool:
+    """Add a piece of a tool's call: the first piece has its id and name, each one some of its arguments. Return False
+    if its index is another call's."""
+    index = piece.get("index", 0)
+    call = next((call for call in calls if call["index"] == index), None)
+    if call is None:
+        calls.append({**piece, "index": index})
+        return True
+    function, more = call.setdefault("function", {}), (piece.get("function") or {}).get("arguments")
+    if more:
+        function["arguments"] = (function.get("arguments") or "") + more
+    return piece.get("id") in (None, "", call.get("id"))

@@ -1,10 +1,11 @@
 """HTTP to one server: its first answer, requests, and gauges."""
 
 import asyncio
+import contextlib
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,19 +13,21 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from pipeline.endpoint.answer import (
-    AllRejected,
     BadAnswer,
+    OtherModel,
     Overloaded,
+    Rejected,
     StreamedAnswer,
     Unsupported,
     completion_of,
     message_of,
 )
 from pipeline.endpoint.body import NEUTRAL, probe_body
+from pipeline.endpoint.meter import Bill, Meter, Reservation, usage_of
 from pipeline.endpoint.spec import PATHS, EndpointConfig, EndpointRequest, base_url
 from pipeline.endpoint.window import Window
 from pipeline.engine.params import Completion, SamplingParams
-from pipeline.errors import ConfigError, EnvironmentFailed
+from pipeline.errors import ConfigError
 from pipeline.machine.host import now_us
 from pipeline.stores.redaction import redacted, shown_url
 
@@ -41,23 +44,52 @@ class Disconnected(Exception):
     """The connection was refused, reset, or cut off in an answer."""
 
 
+class NotSent(Disconnected):
+    """There was no connection to send the request."""
+
+
+class ModelNames:
+    """Names of the model in answers, shared by all servers: the first one, that of the run which this one continues,
+    and others that the job accepts."""
+
+    def __init__(self, config: EndpointConfig) -> None:
+        self.first = ""
+        self._expected, self._accepted = config.expected_model, {*config.accept_models, config.expected_model}
+
+    def check(self, answer: object, shown: str) -> None:
+        """Check the name in an answer of the server `shown`, if it has one. Raises OtherModel."""
+        name = str(answer.get("model") or "") if isinstance(answer, dict) else ""
+        if not self.first and (self._expected is None or name in self._accepted):
+            self.first = name
+        if not name or name == self.first or name in self._accepted:
+            return
+        before = f"the first answer was of {self.first!r}"
+        if self._expected is not None:
+            before = f"the output was begun with {self._expected!r}"
+        raise OtherModel(
+            f"{shown} serves {name!r}, and {before}; one output must not mix two models. Use the same model again, or "
+            f"choose a new output.path. If both are names of one model, list {name!r} in server.accept_models"
+        )
+
+
 class Client:
     """Client of one server. All methods run in one event loop."""
 
-    def __init__(self, url: str, config: EndpointConfig) -> None:
-        self._base, self._config = base_url(url), config
+    def __init__(self, url: str, config: EndpointConfig, meter: Meter, names: ModelNames) -> None:
+        self._base, self._config, self._meter, self._names = base_url(url), config, meter, names
         self.shown = shown_url(self._base)
         parts = urlsplit(self._base)
         self._root = f"{parts.scheme}://{parts.netloc}"
         self._secrets = frozenset({config.api_key} if config.api_key else ())
         self.model = config.requested_model or ""
-        self.answered_model = self.version = ""
+        self.version = ""
         self.accepts_ids = False
         self._defaults: Mapping[str, Any] = {}  # fields of each request that does not have them
         self.num_open = self.num_rejected = 0
         self.window = Window(config.max_concurrency, time.monotonic())
         self.progress_s = time.monotonic()  # when a token was last generated, or the server had nothing to do
         self._tokens: float | None = None  # generated in all, by the server's own count
+        self._streams = False  # without that count, the pieces of answers show progress
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -73,43 +105,57 @@ class Client:
             await self._session.close()
 
     async def probe(self) -> None:
-        """Get one token, and what the server says about itself. Raises Disconnected, Overloaded or BadAnswer if it is
-        not ready, ConfigError if it rejects the request."""
-        config, params = self._config, SamplingParams(max_tokens=1, logprobs=self._config.logprobs)
-        body = probe_body(config.route, params, config.dimensions)
+        """Get one token as rows do, and what the server says about itself. Raises Disconnected, Overloaded or BadAnswer
+        if it is not ready, ConfigError if it rejects the request, OtherModel."""
+        config = self._config
+        async with self._probing():
+            if not self.model:
+                self.model = await self._only_model()
+            await self.read_gauges()
+            self._streams = self._tokens is None and config.route != "embedding"
+            first = self._first_request()
+            await self._answer_to(first)
+            if config.route != "embedding":
+                await self._find_accepted(first)
+            self.version = await self._find_version()
+        self.progress_s = time.monotonic()
+
+    async def repeat_probe(self) -> None:
+        """Get one token, after the server rejected a row. Raises what `probe` raises."""
+        async with self._probing():
+            await self._answer_to(self._first_request())
+
+    def rejects_all(self, rejected: Rejected) -> ConfigError:
+        """Return the error for a rejection of all requests, with the key of the job file that may be wrong."""
+        status = rejected.status
+        key = "api_key" if status in (401, 402, 403) else "model" if self._config.serve else "url"
+        return ConfigError(f"server.{key}: {self.shown} rejects all requests: status {status}: {rejected}")
+
+    @contextlib.asynccontextmanager
+    async def _probing(self) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                if not self.model:
-                    self.model = await self._only_model()
-                answered = await self._answer_to(EndpointRequest(None, body, params))
-                if config.route != "embedding":
-                    await self._find_accepted(body, params)
-                if self.answered_model:  # it was down
-                    self._check_model(answered)
-                self.answered_model = answered
-                self.version = await self._find_version()
-                await self.read_gauges()
+                yield
         except TimeoutError:
             raise Disconnected(f"no answer in {PROBE_TIMEOUT_S:.0f} s") from None
         except Unsupported as error:
             raise ConfigError(f"server: {self.shown}: the first request failed: {error}") from None
-        except AllRejected as refused:
-            key = "api_key" if refused.status in (401, 402, 403) else "model" if config.serve else "url"
-            reason = f"{self.shown}: status {refused.status}: {self._redacted(refused)}"
-            raise ConfigError(f"server.{key}: {reason}") from None
-        self.progress_s = time.monotonic()
+        except Rejected as error:
+            raise self.rejects_all(error) from None
 
-    async def complete(self, request: EndpointRequest, added_us: int) -> Completion:
-        """Return the completion of a request. Raises Disconnected, Overloaded, BadAnswer, AllRejected."""
-        sent_s, streams = time.monotonic(), self._tokens is None and self._config.route != "embedding"
+    def reservation(self, request: EndpointRequest) -> Reservation:
+        """Return the most that a request is expected to cost."""
+        return self._meter.reserve(self._body(request), request.params.max_tokens)
+
+    async def complete(self, request: EndpointRequest, added_us: int, bill: Bill) -> Completion:
+        """Return the completion of a request, and settle its bill. Raises Disconnected, Overloaded, BadAnswer,
+        Rejected, OtherModel."""
+        sent_s = time.monotonic()
         if self.num_open == 0:
             self.progress_s = sent_s
         self.num_open += 1
         try:
-            status, headers, raw, first_us = await self._post(self._body(request, streams), streams)
-            done = self._completion_of(status, headers, raw, request)
-            if status == 200:
-                self._check_model(str(json.loads(raw).get("model") or ""))
+            done, first_us = await self._exchange(request, bill)
             now_s = self.progress_s = time.monotonic()
             self.window.answered(now_s, done.num_prompt_tokens + done.num_generated_tokens, self.num_open)
             times = {"queued_us": added_us, "first_token_us": first_us, "last_token_us": now_us()}
@@ -142,62 +188,74 @@ class Client:
         """Return for how long no token was generated while requests were open."""
         return now_s - self.progress_s if self.num_open else 0.0
 
-    def _body(self, request: EndpointRequest, streams: bool) -> dict[str, Any]:
+    def _body(self, request: EndpointRequest) -> dict[str, Any]:
         body = {"model": self.model, **self._defaults, **request.body}
         if self.accepts_ids and request.prompt_token_ids:
             body["prompt"] = list(request.prompt_token_ids)
-        if streams:
+        if self._streams:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
         body |= self._config.extra_body
         return {name: value for name, value in body.items() if value is not None}
 
-    async def _answer_to(self, request: EndpointRequest) -> str:
-        """Send a request and check its answer. Return the name of the model in the answer."""
-        status, headers, raw, _ = await self._post(self._body(request, False), False)
-        done = self._completion_of(status, headers, raw, request)
+    def _first_request(self) -> EndpointRequest:
+        params = SamplingParams(max_tokens=1, logprobs=self._config.logprobs)
+        return EndpointRequest(None, probe_body(self._config.route, params, self._config.dimensions), params)
+
+    async def _answer_to(self, request: EndpointRequest) -> None:
+        """Send a request that is no row, and check its answer."""
+        done, _ = await self._exchange(request, self._meter.open(self.reservation(request)))
         if done.error is not None:
             raise ConfigError(f"server: {self.shown}: the first request failed: {done.error_message}")
-        return str(json.loads(raw).get("model") or "")
 
-    def _completion_of(
-        self, status: int, headers: Mapping[str, str], raw: bytes, request: EndpointRequest
-    ) -> Completion:
-        """Return the completion of an answer. Messages that quote the server do not show the key."""
+    async def _exchange(self, request: EndpointRequest, bill: Bill) -> tuple[Completion, int]:
+        """Send a request. Return its completion, and when its first token came. Its tokens are counted before the
+        answer is judged. Messages that quote the server do not show the key."""
         try:
-            done = completion_of(status, headers, raw, request)
-        except (Overloaded, BadAnswer, AllRejected) as error:
+            status, headers, raw, first_us = await self._post(self._body(request))
+        except NotSent:
+            bill.void()
+            raise
+        except BaseException as error:  # also if it is cancelled
+            bill.lose(str(error) or "given up")
+            raise
+        answer = _parsed(raw)
+        if (usage := usage_of(answer, self._config.route == "embedding")) is not None:
+            bill.pay(usage)
+        elif status == 200:
+            bill.lose("the answer has no usage")
+        else:
+            bill.void()
+        try:
+            if status == 200:
+                self._names.check(answer, self.shown)
+            done = completion_of(status, headers, raw, request, self._config.has_tools)
+        except (Overloaded, BadAnswer, Rejected, OtherModel) as error:
             error.args = (self._redacted(error),)
             raise
-        return replace(done, error_message=done.error_message and self._redacted(done.error_message))
+        return replace(done, error_message=done.error_message and self._redacted(done.error_message)), first_us
 
-    async def _find_accepted(self, body: Mapping[str, Any], params: SamplingParams) -> None:
+    async def _find_accepted(self, first: EndpointRequest) -> None:
         """Find out whether the server accepts NEUTRAL and prompts as tokens: both in one request if it does."""
+        body = first.body
         as_ids = {**body, "prompt": [1]} if self._config.route == "completion" else body
-        accepts_both = await self._accepts({**NEUTRAL, **as_ids}, params)
-        accepts_neutral = accepts_both or (as_ids is not body and await self._accepts({**NEUTRAL, **body}, params))
-        self.accepts_ids = as_ids is not body and (accepts_both or await self._accepts(as_ids, params))
+        accepts_both = await self._accepts(first, {**NEUTRAL, **as_ids})
+        accepts_neutral = accepts_both or (as_ids is not body and await self._accepts(first, {**NEUTRAL, **body}))
+        self.accepts_ids = as_ids is not body and (accepts_both or await self._accepts(first, as_ids))
         self._defaults = NEUTRAL if accepts_neutral else {}
         if not accepts_neutral:
             print(f"{self.shown} rejects {', '.join(NEUTRAL)}: its own defaults apply")
 
-    async def _accepts(self, body: Mapping[str, Any], params: SamplingParams) -> bool:
+    async def _accepts(self, first: EndpointRequest, body: Mapping[str, Any]) -> bool:
         try:
-            await self._answer_to(EndpointRequest(None, body, params))
+            await self._answer_to(replace(first, body=body))
         except (ConfigError, BadAnswer):
             return False
         return True
 
-    def _check_model(self, found: str) -> None:
-        if found != self.answered_model:
-            raise EnvironmentFailed(
-                f"{self.shown} answers as model {found!r}, and answered as {self.answered_model!r} before; one output "
-                "must not mix two models. Start the server with the first model again, or use a new output.path"
-            )
-
     async def _only_model(self) -> str:
         status, raw = await self._get(f"{self._base}/models")
         if status in (401, 403, 404):
-            raise AllRejected(status, message_of(raw))
+            raise Rejected(status, self._redacted(message_of(raw)))
         try:
             names = [str(model["id"]) for model in json.loads(raw)["data"]]
         except (ValueError, KeyError, TypeError):
@@ -219,21 +277,25 @@ class Client:
                 return str(version)[:100]
         return ""
 
-    async def _post(self, body: Mapping[str, Any], streams: bool) -> tuple[int, Mapping[str, str], bytes, int]:
+    async def _post(self, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str], bytes, int]:
         """Return status, headers and body of an answer, and when its first token came."""
         assert self._session is not None
         try:
             async with self._session.post(self._base + PATHS[self._config.route], json=body) as response:
-                if not streams or response.status != 200 or "event-stream" not in response.content_type:
+                if not body.get("stream") or response.status != 200 or "event-stream" not in response.content_type:
                     raw = await response.read()
                     return response.status, response.headers, raw, now_us()
                 answer, first_us = StreamedAnswer(), 0
                 async for line in response.content:
                     if answer.add(line):
                         first_us, self.progress_s = first_us or now_us(), time.monotonic()
+                    if answer.has_failed:
+                        break
                 return response.status, response.headers, answer.raw(), first_us or now_us()
         except BadAnswer as error:
             raise BadAnswer(self._redacted(error)) from None
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise NotSent(self._redacted(f"{type(error).__name__}: {error}")) from None
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise Disconnected(self._redacted(f"{type(error).__name__}: {error}")) from None
 
@@ -247,6 +309,14 @@ class Client:
 
     def _redacted(self, text: object) -> str:
         return redacted(str(text), self._secrets)
+
+
+def _parsed(raw: bytes) -> object:
+    """Return the value of a body; None if it is not JSON."""
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return None
 
 
 def _sum(values: list[str]) -> float | None:

@@ -1,24 +1,27 @@
 """Servers as an engine: the interface of `job/process/main.py`'s EngineProtocol, over HTTP.
 
 Rows wait in one queue, from which each server pulls within its window. A request that a server rejects for load is
-sent again. A server that ends, or generates no token for the stall timeout, raises: the process ends, and its
-supervisor starts a new one, which counts how often a row was inside.
+sent again. A server that ends, or generates no token for the stall timeout, raises EnvironmentFailed: the process ends,
+and its supervisor starts a new one, which counts how often a row was inside. EngineUnusable is raised if that would not
+help: all servers reject all requests, or one answers as another model. Finished rows are returned before any error.
 """
 
 import asyncio
 import collections
 import contextlib
+import math
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.endpoint.answer import AllRejected, BadAnswer, Overloaded, failed
-from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected
+from pipeline.endpoint.answer import BadAnswer, OtherModel, Overloaded, Rejected, failed
+from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames
+from pipeline.endpoint.meter import NANO_USD, Bill, Meter
 from pipeline.endpoint.server import Server, alone, command_of, free_port
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
 from pipeline.engine.params import Completion
-from pipeline.errors import ConfigError, EnvironmentFailed, RowError
+from pipeline.errors import ConfigError, EngineUnusable, EnvironmentFailed, RowError
 from pipeline.machine.host import now_us
 
 TURN_S = 0.25  # maximum time of a step
@@ -31,10 +34,19 @@ REJOIN_S = 5.0  # between probes of a server that is down, while others work
 
 
 @dataclass
-class _SentRow:
+class _WaitingRow:
     request: EndpointRequest
     added_us: int
     tries: int = 0
+
+
+@dataclass(frozen=True)
+class _SentRow:
+    """A row that a server computes, or that waits to be sent to it again: then its bill is settled."""
+
+    client: Client
+    row: _WaitingRow
+    bill: Bill
 
 
 class EndpointEngine:
@@ -45,16 +57,18 @@ class EndpointEngine:
         if a server rejects the first request, EnvironmentFailed if none answers in time."""
         self._config, self._log = config, log
         self._loop = asyncio.new_event_loop()
-        self._rows: collections.deque[_SentRow] = collections.deque()  # waiting
+        self._rows: collections.deque[_WaitingRow] = collections.deque()  # waiting
         self._finished: list[Completion] = []
-        self._tasks: dict[asyncio.Task[bool], tuple[Client, _SentRow]] = {}
+        self._tasks: dict[asyncio.Task[bool], _SentRow] = {}
         self._has_finished = asyncio.Event()
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = None  # raised as soon as finished rows have been returned
+        self._unusable: EngineUnusable | None = None  # raised once no request is open either
+        self._is_draining = False
         self._background: set[asyncio.Task[object]] = set()
-        self._probes: dict[Client, asyncio.Task[str]] = {}
-        self._counts = dict.fromkeys(
-            ("prompt_tokens", "cached_tokens", "generated_tokens", "num_steps", "batch_sum", "num_retries",
-             "num_unmetered"), 0)  # fmt: skip
+        self._probes: dict[Callable[[], Awaitable[None]], asyncio.Task[str]] = {}  # of servers that work
+        self._counts = dict.fromkeys(("num_steps", "batch_sum", "num_retries"), 0)
+        self._meter = Meter(config.prices, config.has_budget)
+        self._names = ModelNames(config)
         self._looked_s = 0.0
         self._server: Server | None = None
         with contextlib.ExitStack() as lock:
@@ -67,24 +81,35 @@ class EndpointEngine:
                 urls: tuple[str, ...] = (self._server.url,)
             else:
                 urls = config.urls
-            self._clients = [Client(url, config) for url in urls]
+            self._clients = [Client(url, config, self._meter, self._names) for url in urls]
             self._up: list[Client] = []
+            self._refusing: dict[Client, str] = {}  # servers that are used no more, with the reason
             self._num_sent = dict.fromkeys(self._clients, 0)  # with those that wait to be sent again
             self._probed_s = dict.fromkeys(self._clients, 0.0)
             self._loop.run_until_complete(self._start())
         first = self._up[0]
-        self._check_resumed(first)
+        if config.expected_model is not None and config.expected_version != first.version:
+            before = config.expected_version
+            print(f"the server's version is {first.version!r}, and {before!r} in the run before: texts may differ")
         self.resolved: dict[str, str | int] = {
             "device": "server",
             "endpoint": ", ".join(client.shown for client in self._clients),
-            "model": first.answered_model,
+            "model": self._names.first or first.model,
             "server": first.version,
             "prompts": "tokens" if first.accepts_ids else "text",
         }
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._rows or self._tasks or self._finished)
+        return bool(self._rows or self._tasks or self._finished or self._failure or self._unusable)
+
+    @property
+    def needed_usd(self) -> float:
+        """Cost of the next row, if it waits only because it does not fit into the grant; else 0."""
+        if self._sends_no_more or self._meter.num_open or not self._rows:
+            return 0.0
+        reserved = [client.reservation(self._rows[0].request) for client in self._up]
+        return max((self._meter.usd(each) for each in reserved if not self._meter.fits(each)), default=0.0)
 
     def warm_up(self) -> None:
         """Do nothing: the first token was computed already."""
@@ -94,23 +119,56 @@ class EndpointEngine:
 
     def counters(self) -> dict[str, int]:
         """Return the sums so far. num_steps and num_requests count answers and batch_sum the open requests at each, so
-        that their ratio is the mean number of open requests. client_us: processor time of this process."""
-        rejected = sum(client.num_rejected for client in self._clients)
-        own = {"num_rejected": rejected, "num_requests": self._counts["num_steps"]}
-        return {**self._counts, **own, "client_us": time.process_time_ns() // 1000}
+        that their ratio is the mean number of open requests. client_us: processor time of this process. Tokens are
+        those of all answers, also of answers that become no row; see `Meter`."""
+        return {
+            **self._counts,
+            **self._meter.counts,
+            "num_rejected": sum(client.num_rejected for client in self._clients),
+            "num_requests": self._counts["num_steps"],
+            "needed_nanousd": math.ceil(self.needed_usd / NANO_USD),
+            "client_us": time.process_time_ns() // 1000,
+        }
 
     def add(self, request: EndpointRequest) -> None:
+        if self._is_draining:
+            return
         as_ids = request.prompt_token_ids and all(client.accepts_ids for client in self._up)
         if request.control_token and not as_ids and not self._config.allow_control_tokens:
             self._finished.append(failed(request, RowError.CONTROL_TOKENS, _control_message(request)))
         else:
-            self._rows.append(_SentRow(request, now_us()))
+            self._rows.append(_WaitingRow(request, now_us()))
 
     def step(self) -> list[Completion]:
-        """Return the rows that ended within a moment. Raises EnvironmentFailed if no server works."""
-        self._loop.run_until_complete(self._turn())
+        """Return the rows that ended within a moment. If there are none, raises EnvironmentFailed if no server works,
+        EngineUnusable if no restart would change that."""
+        if self._failure is None:
+            self._loop.run_until_complete(self._turn())
         finished, self._finished = self._finished, []
+        if not finished and self._failure is not None:
+            raise self._failure
+        if not finished and self._unusable is not None and not self._tasks:
+            raise self._unusable
         return finished
+
+    def grant(self, usd: float) -> None:
+        """Set the most that this process may spend in all, at the config's prices."""
+        self._meter.grant(usd)
+
+    def drain(self) -> None:
+        """Send nothing more, and forget the rows that are not sent. Rows of open requests end as usual, or are
+        forgotten if these fail."""
+        self._is_draining = True
+        self._rows.clear()
+        self._end_waits()
+
+    def abandon(self) -> None:
+        """Give up the open requests at once."""
+        self.drain()
+        for task in self._tasks:
+            task.cancel()
+        while tasks := [*self._tasks, *self._background, *self._probes.values()]:
+            self._loop.run_until_complete(asyncio.wait(tasks))
 
     def stream(self, requests: Iterable[EndpointRequest]) -> Iterator[Completion]:
         """Yield the completions of requests in the order in which they finish."""
@@ -121,9 +179,7 @@ class EndpointEngine:
 
     def close(self) -> None:
         """Close the connections, and end a server that was started."""
-        self._up.clear()  # rows of cancelled requests are not sent again
-        for task in [*self._tasks, *self._background]:
-            task.cancel()
+        self.abandon()
         for client in self._clients:
             self._loop.run_until_complete(client.close())
         if self._server is not None:
@@ -137,7 +193,10 @@ class EndpointEngine:
             await client.open()
         deadline_s = time.monotonic() + self._config.start_timeout_s
         while True:
-            reasons = await asyncio.gather(*(self._not_ready(client) for client in self._clients))
+            try:
+                reasons = await asyncio.gather(*(self._join(client) for client in self._clients))
+            except OtherModel as error:
+                raise ConfigError(f"server: {error}") from None
             if self._up:
                 return
             if self._server is not None and self._server.has_ended:
@@ -151,105 +210,112 @@ class EndpointEngine:
             self._log(line or f"waiting for a server: {'; '.join(filter(None, reasons))}")
             await asyncio.sleep(PROBE_S)
 
-    async def _not_ready(self, client: Client) -> str:
-        """Probe a server, and use it if it answers. Return why it does not, or an empty text."""
-        reason = await self._reason_not_ready(client)
-        if not reason and client not in self._up:
-            others = {other.answered_model for other in self._clients if other.answered_model}
-            if len(others) > 1:
-                raise ConfigError(f"server.url: the servers have different models: {', '.join(sorted(others))}")
-            self._up.append(client)
-        return reason
-
-    async def _reason_not_ready(self, client: Client) -> str:
+    async def _join(self, client: Client) -> str:
+        """Probe a server, and use it if it answers. Return why it does not, or an empty text. Raises ConfigError and
+        OtherModel."""
         try:
             await client.probe()
         except (Disconnected, Overloaded, BadAnswer) as error:
             return f"{client.shown}: {error}"
+        if client not in self._up:
+            self._up.append(client)
         return ""
-
-    def _check_resumed(self, client: Client) -> None:
-        """Refuse another model than that of earlier runs, and log another version."""
-        model, version = self._config.expected_model, self._config.expected_version
-        if model is not None and model != client.answered_model:
-            raise ConfigError(
-                f"server: {client.shown} serves {client.answered_model!r}, and the output was begun with "
-                f"{model!r}; start a server with that model, or choose a new output.path"
-            )
-        if model is not None and version != client.version:
-            print(f"the server's version is {client.version!r}, and {version!r} in the run before: texts may differ")
 
     # -- a step
 
     async def _turn(self) -> None:
         self._launch()
-        await self._look_after_servers()
-        if not self._finished:
+        self._look_after_servers()
+        if not (self._finished or self._failure):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._has_finished.wait(), TURN_S)
             await asyncio.sleep(GATHER_S)
         self._has_finished.clear()
-        if self._failure is not None:
-            raise self._failure
+
+    @property
+    def _sends_no_more(self) -> bool:
+        return self._is_draining or self._unusable is not None
 
     def _launch(self) -> None:
         """Send waiting rows to the servers with room in their windows, the one with the most room first."""
+        if self._sends_no_more:
+            return
         now_s = time.monotonic()
         room = {client: client.window.size(now_s) - self._num_sent[client] for client in self._up}
         while self._rows and room and room[client := max(room, key=room.__getitem__)] > 0:
+            reserved = client.reservation(self._rows[0].request)
+            if not self._meter.fits(reserved):
+                return
             room[client] -= 1
             self._num_sent[client] += 1
-            row = self._rows.popleft()
-            task = self._loop.create_task(self._compute(client, row))
-            self._tasks[task] = client, row
+            sent = _SentRow(client, self._rows.popleft(), self._meter.open(reserved))
+            task = self._loop.create_task(self._compute(sent))
+            self._tasks[task] = sent
             task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: "asyncio.Task[bool]") -> None:
-        client, row = self._tasks.pop(task)
-        self._num_sent[client] -= 1
+        sent = self._tasks.pop(task)
+        sent.bill.void()  # still open if it was cancelled before its first statement: nothing was sent
+        self._num_sent[sent.client] -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-        elif task.cancelled() or not task.result():  # cancelled, maybe before its first statement: the server is down
-            self._rows.appendleft(row)
+        elif (task.cancelled() or not task.result()) and not self._is_draining:
+            self._rows.appendleft(sent.row)
+        if not self._tasks:
+            self._has_finished.set()
         self._launch()
 
-    async def _compute(self, client: Client, row: _SentRow) -> bool:
+    async def _compute(self, sent: _SentRow) -> bool:
         """Send a row. Return True if it has ended, False if it must wait again."""
+        client, row = sent.client, sent.row
         try:
-            done = await client.complete(row.request, row.added_us)
-        except AllRejected as error:
-            raise EnvironmentFailed(f"{client.shown} rejects all requests: status {error.status}: {error}") from None
+            done = await client.complete(row.request, row.added_us, sent.bill)
+        except Rejected as error:
+            return await self._is_rejected(client, row, error)
+        except OtherModel as error:
+            self._stop(str(error))
+            return False
         except Overloaded:
             self._loop.call_later(client.window.paused_s(time.monotonic()), self._launch)
             return False
         except Disconnected as error:
-            return await self._is_alive(client, str(error)) and await self._has_failed(client, row, error)
+            problem = await self._problem_of(client, client.probe)
+            if problem and client in self._up and not self._sends_no_more:
+                self._down(client, f"{error}; {problem}")
+            return not problem and await self._has_failed(client, row, str(error))
         except BadAnswer as error:
-            return await self._has_failed(client, row, error)
-        self._count(done, client.num_open + 1)
+            return await self._has_failed(client, row, str(error))
+        self._counts["num_steps"] += 1
+        self._counts["batch_sum"] += client.num_open + 1
         self._finish(done)
         return True
 
-    async def _has_failed(self, client: Client, row: _SentRow, error: Exception) -> bool:
+    async def _is_rejected(self, client: Client, row: _WaitingRow, error: Rejected) -> bool:
+        """Find out whether the server rejects only this row. Return True if the row has ended."""
+        if error.status == 401:
+            self._refuse(client, str(client.rejects_all(error)))
+            return False
+        problem = await self._problem_of(client, client.repeat_probe)
+        if client not in self._up:  # others compute the row
+            return False
+        message = f"the server rejects the request (status {error.status}): {error}"
+        if problem:
+            return await self._has_failed(client, row, message)
+        self._finish(failed(row.request, RowError.REJECTED, message))
+        return True
+
+    async def _has_failed(self, client: Client, row: _WaitingRow, reason: str) -> bool:
         """Count a failed try. Return True if it was the last one, False after a pause."""
+        if self._sends_no_more:
+            return False
         row.tries += 1
         if row.tries == MAX_TRIES:
-            message = f"{client.shown}: each of {MAX_TRIES} tries failed; the last: {error}"
+            message = f"{client.shown}: each of {MAX_TRIES} tries failed; the last: {reason}"
             self._finish(failed(row.request, RowError.SERVER_ERROR, message))
             return True
         self._counts["num_retries"] += 1
         await asyncio.sleep(RETRY_S * 2 ** (row.tries - 1))
         return False
-
-    def _count(self, done: Completion, num_open: int) -> None:
-        counts = self._counts
-        counts["num_steps"] += 1
-        counts["batch_sum"] += num_open
-        counts["prompt_tokens"] += done.num_prompt_tokens
-        counts["cached_tokens"] += done.num_cached_tokens
-        counts["generated_tokens"] += done.num_generated_tokens
-        if done.error is None and done.result is None and any(sample.token_count is None for sample in done.each):
-            counts["num_unmetered"] += 1
 
     def _finish(self, done: Completion) -> None:
         self._finished.append(done)
@@ -259,23 +325,36 @@ class EndpointEngine:
         self._failure = self._failure or error
         self._has_finished.set()
 
+    def _stop(self, reason: str) -> None:
+        """Send nothing more, and fail once the open requests have ended."""
+        if not self._sends_no_more:
+            self._unusable = EngineUnusable(reason)
+            self._end_waits()
+            self._has_finished.set()
+
+    def _end_waits(self) -> None:
+        """Cancel everything but the open requests of rows."""
+        waiting = [task for task, sent in self._tasks.items() if not sent.bill.is_open]
+        for task in (*waiting, *self._probes.values(), *self._background):
+            task.cancel()
+
     # -- servers
 
-    async def _look_after_servers(self) -> None:
+    def _look_after_servers(self) -> None:
         now_s = time.monotonic()
-        if self._server is not None and self._server.has_ended:
-            raise EnvironmentFailed(f"The server ended. Its last lines:\n{self._server.tail()}")
-        for client in list(self._up):
+        if self._server is not None and self._server.has_ended and not self._sends_no_more:
+            self._fail(EnvironmentFailed(f"The server ended. Its last lines:\n{self._server.tail()}"))
+        for client in self._clients:
             if client.stalled_s(now_s) > self._config.stall_timeout_s:
                 self._down(client, f"no token for {self._config.stall_timeout_s:g} s (run.stall_timeout)")
         if now_s - self._looked_s >= LOOK_S:
             self._looked_s = now_s
             for client in self._clients:
-                if client in self._up:
+                if client in self._up or client.num_open:
                     self._in_background(client.read_gauges())
-                elif now_s - self._probed_s[client] >= REJOIN_S:
+                elif self._may_rejoin(client) and now_s - self._probed_s[client] >= REJOIN_S:
                     self._probed_s[client] = now_s
-                    self._in_background(self._not_ready(client))
+                    self._in_background(self._join_again(client))
 
     def _in_background(self, work: Coroutine[Any, Any, object]) -> None:
         task = self._loop.create_task(asyncio.wait_for(work, PROBE_TIMEOUT_S))
@@ -288,38 +367,76 @@ class EndpointEngine:
         if error is not None and not isinstance(error, TimeoutError):
             self._fail(error)
 
-    async def _is_alive(self, client: Client, reason: str) -> bool:
-        """Probe a server after a lost connection, once for all requests that were lost together."""
-        if client not in self._up:
-            return False
-        probe = self._probes.get(client)
-        if probe is None:
-            probe = self._probes[client] = self._loop.create_task(self._last_reason(client))
-        problem = await asyncio.shield(probe)
-        self._probes.pop(client, None)
-        if problem and client in self._up:
-            self._down(client, f"{reason}; {problem}")
-        return not problem
+    def _may_rejoin(self, client: Client) -> bool:
+        return client not in self._refusing and not self._sends_no_more
 
-    async def _last_reason(self, client: Client) -> str:
+    async def _join_again(self, client: Client) -> None:
+        """Use a server again if it answers."""
+        if not await self._probe(client, client.probe) and self._may_rejoin(client) and client not in self._up:
+            self._up.append(client)
+
+    async def _problem_of(self, client: Client, probe: Callable[[], Awaitable[None]]) -> str:
+        """Probe a server a few times, once for all requests that failed together. Return why it does not work, or an
+        empty text."""
+        if client not in self._up or self._sends_no_more:
+            return "it is not used"
+        task = self._probes.get(probe)
+        if task is None:
+            task = self._probes[probe] = self._loop.create_task(self._probe_often(client, probe))
+            task.add_done_callback(lambda _: self._probes.pop(probe))
+        return await asyncio.shield(task)
+
+    async def _probe_often(self, client: Client, probe: Callable[[], Awaitable[None]]) -> str:
         problem = ""
         for _ in range(MAX_TRIES):
-            problem = await self._reason_not_ready(client)
-            if not problem:
+            problem = await self._probe(client, probe)
+            if not problem or client not in self._up or self._sends_no_more:
                 break
             await asyncio.sleep(RETRY_S)
         return problem
 
+    async def _probe(self, client: Client, probe: Callable[[], Awaitable[None]]) -> str:
+        """Probe a server. Return why it does not work, or an empty text. If it rejects the probe, it is used no
+        more."""
+        try:
+            await probe()
+        except (Disconnected, Overloaded, BadAnswer) as error:
+            return f"{client.shown}: {error}"
+        except ConfigError as error:
+            self._refuse(client, str(error))
+            return str(error)
+        except OtherModel as error:
+            self._stop(str(error))
+            return str(error)
+        return ""
+
     def _down(self, client: Client, reason: str) -> None:
-        """Stop using a server, whose rows wait again. Without another one, the engine fails."""
+        """Stop using a server until it answers again. Its rows wait again."""
         print(f"{client.shown} is down: {reason}", flush=True)  # to the log; `_log` is for loading only
-        self._up.remove(client)
         self._probed_s[client] = time.monotonic()
-        if not self._up:
-            self._fail(EnvironmentFailed(f"{client.shown}: {reason}"))
-        for task, (used, _) in self._tasks.items():
-            if used is client:
+        self._remove(client, f"{client.shown}: {reason}")
+        for task, sent in self._tasks.items():
+            if sent.client is client:
                 task.cancel()
+
+    def _refuse(self, client: Client, reason: str) -> None:
+        """Use a server no more. Its open requests may end."""
+        if client not in self._refusing:
+            print(f"{client.shown} is used no more: {reason}", flush=True)
+            self._refusing[client] = reason
+            self._remove(client, reason)
+
+    def _remove(self, client: Client, reason: str) -> None:
+        """Send nothing to a server. Without another one, the engine fails: a restart helps if no server rejects all
+        requests."""
+        if client in self._up:
+            self._up.remove(client)
+        if self._up or self._sends_no_more:
+            return
+        if self._refusing:
+            self._stop("; ".join(dict.fromkeys([*self._refusing.values(), reason])))
+        else:
+            self._fail(EnvironmentFailed(reason))
 
 
 def _control_message(request: EndpointRequest) -> str:

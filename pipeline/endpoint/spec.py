@@ -20,7 +20,9 @@ class EndpointConfig:
     time until the first answer. stall_timeout_s: maximum time without a generated token. extra_body: fields that are
     added to each request; None removes a field. allow_control_tokens: send texts in which the server would parse
     control tokens. logprobs, dimensions: options of the first request, so that a server without them fails at once.
-    expected_model, expected_version: those of the run that this one continues; None: a new output.
+    expected_model, expected_version: those of the run that this one continues; None: a new output. accept_models: other
+    names of the model that answers may have. prices: of 1M tokens in USD, by `input`, `cached_input` and `output`;
+    empty: unknown. has_budget: rows are sent only within the engine's grants, at these prices.
     """
 
     urls: tuple[str, ...] = ()
@@ -38,11 +40,19 @@ class EndpointConfig:
     dimensions: int = 0
     expected_model: str | None = None
     expected_version: str = ""
+    accept_models: tuple[str, ...] = ()
+    prices: Mapping[str, float] = field(default_factory=dict)
+    has_budget: bool = False
 
     @property
     def model(self) -> str:
         """Name of the model in messages."""
         return self.requested_model or "the server's model"
+
+    @property
+    def has_tools(self) -> bool:
+        """True if the model may call tools."""
+        return bool(self.extra_body.get("tools"))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def checked(completion: Completion, params: SamplingParams) -> Completion:
 
 
 def _checked(one: Completion, wanted: StructuredOutputs) -> Completion:
-    reason = invalid_reason(wanted, one.text) if one.finish_reason == "stop" else None
+    has_text = one.finish_reason == "stop" and one.tool_calls is None
+    reason = invalid_reason(wanted, one.text) if has_text else None
     if reason is None:
         return one
     return Completion(

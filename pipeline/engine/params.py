@@ -429,6 +429,7 @@ class Completion:
     without leading whitespace; None if there was none, or only whitespace.
     num_reasoning_tokens: its tokens, without markers.
     token_count: number of generated tokens, if only a server knows their ids; None: that of token_ids.
+    tool_calls: the server's list of tool calls, as JSON.
     prompt_logprobs: log-probabilities of the prompt's tokens from the second on.
     result: result of the request's task. finish_reason is "stop" then, text and token_ids are empty.
     samples: with `SamplingParams.n` above 1, the n completions in order. The other fields are then those of sample 0,
@@ -457,6 +458,7 @@ class Completion:
     reasoning: str | None = None
     num_reasoning_tokens: int = 0
     token_count: int | None = None
+    tool_calls: str | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.config import JobConfig
-from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_FIELDS, output_schema
+from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_FIELDS, TOOL_CALLS_FIELD, output_schema
 from pipeline.data.units import make_units
 from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.params import Completion
@@ -153,7 +153,9 @@ def _schema(prompts: Prompts, job: ResolvedJob, log: Log) -> pa.Schema:
 
 def _result_names(job: ResolvedJob) -> set[str]:
     """Return the names of the result columns."""
-    fields = (*RESULT_FIELDS, *(REASONING_FIELDS if job.results.reasoning else ()))
+    fields = [*RESULT_FIELDS, *(REASONING_FIELDS if job.results.reasoning else ())]
+    if job.results.tool_calls:
+        fields.append(TOOL_CALLS_FIELD)
     return {*(f.name for f in fields), *_RENAME.values()}
 
 
@@ -161,11 +163,12 @@ def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, 
     """Build the answer of a row, with the columns of a job's output."""
     succeeded = completion.error is None
     text, reason = completion.text if succeeded else None, completion.finish_reason
-    reasoning = completion.reasoning
+    reasoning, calls = completion.reasoning, completion.tool_calls
     if job.results.samples == "lists":
         text = [one.text for one in completion.each] if succeeded else None
         reason = [one.finish_reason for one in completion.each] if succeeded else None
         reasoning = [one.reasoning for one in completion.each] if succeeded else None
+        calls = [one.tool_calls for one in completion.each] if succeeded else None
     result = {
         "generated_text": text,
         "finish_reason": reason,
@@ -179,6 +182,8 @@ def _answer(prompt: str | None, values: dict[str, Any], completion: Completion, 
     }
     if job.results.reasoning:
         result |= {"reasoning": reasoning, "num_reasoning_tokens": completion.num_thought_tokens}
+    if job.results.tool_calls:
+        result["tool_calls"] = calls
     source = values["source_file"]
     if source != "--prompt":
         source += f" line {result['source_line']}"

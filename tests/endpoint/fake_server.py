@@ -22,6 +22,8 @@ from aiohttp import web
 
 PIECE = re.compile(r"\s*\S+|\s+$")  # a token: a word and the space before it
 HTML = "<html><body>Welcome to the proxy</body></html>"
+CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "weather"}}
+MODEL_NAMES = {"empty": "", "absent": None}  # by kind; any other kind is the name
 WRONG_COUNTS: dict[str, Any] = {"negative": -1, "text": "many", "too_large": 1_000_000}
 
 
@@ -33,7 +35,7 @@ class Fault:
     after: int = 0  # not the first `after` requests
     first: int = 1 << 30  # only the first `first` of the remaining ones
     every: int = 1  # each n-th of them
-    kind: str = ""  # variant, for `usage`, `truncate` and `model_name`
+    kind: str = ""  # variant, sentence or name
     status: int = 500  # for `error`, like `body` (default: OpenAI's) and `retry_after` (seconds)
     body: dict[str, Any] | str | None = None
     retry_after: float | None = None
@@ -72,10 +74,15 @@ class Behaviour:
     truncate: Fault | None = None  # send half a body, or one token of a stream; kind "clean": end the stream well
     fewer_tokens: Fault | None = None  # half of the answer, with finish_reason "length"
     content_filter: Fault | None = None  # half of the answer, with finish_reason "content_filter"
+    finish_reason: Fault | None = None  # finish_reason `kind`
+    refusal: Fault | None = None  # no content, and the sentence `kind` as the refusal
+    tool_calls: Fault | None = None  # no content, and a call with the words of the prompt
+    choice_error: Fault | None = None  # half of the answer, and the error `kind` in each choice
     usage: Fault | None = None  # kind "missing", "negative", "text" or "too_large" (above max_tokens)
     html: Fault | None = None  # status 200 with an HTML page
     duplicate: Fault | None = None  # a second choice with index 0
-    model_name: Fault | None = None  # the answer's model is `kind`
+    model_name: Fault | None = None  # the answer's model is `kind`, "empty" or "absent"
+    stream_model: Fault | None = None  # the same in streamed answers only
 
     @classmethod
     def parse(cls, settings: dict[str, Any]) -> "Behaviour":
@@ -94,6 +101,27 @@ class Sample(NamedTuple):
     index: int
     pieces: list[str]
     finish_reason: str
+    field: str = "content"  # of a chat's message: what the pieces are
+    error: str = ""
+
+
+@dataclass
+class Ledger:
+    """Tokens that the server bills: of each request that it computes, also if its answer is not read."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+    def add(self, prompt: int, cached: int, generated: int) -> None:
+        self.prompt_tokens += prompt
+        self.cached_tokens += cached
+        self.generated_tokens += generated
+
+    def usd(self, prices: dict[str, float]) -> float:
+        """Return the cost. prices: of 1M tokens."""
+        computed = (self.prompt_tokens - self.cached_tokens) * prices["input"]
+        return (computed + self.cached_tokens * prices["cached_input"] + self.generated_tokens * prices["output"]) / 1e6
 
 
 def answer_text(prompt: str, max_tokens: int | None, index: int = 0, seed: int | None = None, **options: Any) -> str:
@@ -187,6 +215,18 @@ class Received(NamedTuple):
         for name, reason in ("fewer_tokens", "length"), ("content_filter", "content_filter"):
             if name in faults:
                 samples = [Sample(item.index, item.pieces[: len(item.pieces) // 2], reason) for item in samples]
+        if "finish_reason" in faults:
+            samples = [item._replace(finish_reason=faults["finish_reason"].kind) for item in samples]
+        if "refusal" in faults:
+            sentence = PIECE.findall(faults["refusal"].kind)
+            samples = [item._replace(pieces=sentence, field="refusal", finish_reason="stop") for item in samples]
+        if "tool_calls" in faults:
+            samples = [item._replace(field="tool_calls", finish_reason="tool_calls") for item in samples]
+        if "choice_error" in faults:
+            samples = [
+                Sample(item.index, item.pieces[: len(item.pieces) // 2], "error", error=faults["choice_error"].kind)
+                for item in samples
+            ]
         return samples + samples[:1] if "duplicate" in faults else samples
 
     def choice(self, sample: Sample, tokens: slice, reason: str | None, key: str = "message") -> dict[str, Any]:
@@ -194,9 +234,23 @@ class Received(NamedTuple):
         content: dict[str, Any] = {"text": "".join(sample.pieces[tokens])}
         if self.is_chat:
             role = {} if tokens.start else {"role": "assistant"}
-            content = {key: {**role, "content": content["text"], "refusal": None}}
+            content = {key: {**role, "content": None, "refusal": None, **self.message(sample, tokens, key)}}
         logprobs = self.logprobs(sample.pieces, tokens)
-        return {"index": sample.index, **content, "logprobs": logprobs, "finish_reason": reason}
+        error = {"error": {"code": 502, "message": sample.error}} if sample.error and reason else {}
+        return {"index": sample.index, **content, "logprobs": logprobs, "finish_reason": reason, **error}
+
+    def message(self, sample: Sample, tokens: slice, key: str) -> dict[str, Any]:
+        """Return the fields of a message with some of a sample's tokens."""
+        text = "".join(sample.pieces[tokens])
+        if sample.field != "tool_calls":
+            return {sample.field: text}
+        if key == "message":
+            return {"tool_calls": [{**CALL, "function": {**CALL["function"], "arguments": text}}]}
+        if not text:
+            return {}
+        if tokens.start:
+            return {"tool_calls": [{"index": 0, "function": {"arguments": text}}]}
+        return {"tool_calls": [{"index": 0, **CALL, "function": {**CALL["function"], "arguments": text}}]}
 
     def logprobs(self, pieces: list[str], tokens: slice) -> dict[str, Any] | None:
         num_top = self.body.get("logprobs")
@@ -217,7 +271,9 @@ class Received(NamedTuple):
         prompts, num_tokens = self.prompts(), sum(len(item.pieces) for item in samples)
         num_words, kind = sum(len(item.split()) for item in prompts), faults["usage"].kind if "usage" in faults else ""
         usage: dict[str, Any] = {"prompt_tokens": num_words, "total_tokens": num_words + num_tokens}
-        model = faults["model_name"].kind if "model_name" in faults else behaviour.model
+        names = ("model_name", *(["stream_model"] if self.body.get("stream") else []))
+        kinds = [faults[name].kind for name in names if name in faults]
+        model = MODEL_NAMES.get(kinds[-1], kinds[-1]) if kinds else behaviour.model
         if "input" in self.body:
             vectors = [embedding_vector(item, self.body.get("dimensions", 8)) for item in prompts]
             data = [{"object": "embedding", "index": i, "embedding": vector} for i, vector in enumerate(vectors)]
@@ -228,6 +284,8 @@ class Received(NamedTuple):
             prefix, name = ("chatcmpl", "chat.completion") if self.is_chat else ("cmpl", "text_completion")
             answer = {"id": f"{prefix}-{self.number}", "object": name, "created": int(time.time()), "model": model}
             answer["choices"] = [self.choice(item, slice(None), item.finish_reason) for item in samples]
+        if model is None:
+            del answer["model"]
         return answer if kind == "missing" else {**answer, "usage": usage}
 
 
@@ -304,6 +362,7 @@ class FakeServer:
         self.requests: list[Received] = []  # POST requests in order of arrival, refused ones included
         self.num_answered = self.num_images = self.num_connections = self.num_generated = 0
         self.accepted, self.running = Gauge(), Gauge()  # the difference is waiting
+        self.ledger = Ledger()
         self._slots = asyncio.Semaphore(self.behaviour.slots)
         self._ready = threading.Event()
 
@@ -400,17 +459,25 @@ class FakeServer:
             return web.Response()
         if "error" in faults:
             fault, text = faults["error"], "The server had an error while processing your request."
+            if isinstance(fault.body, dict) and (billed := fault.body.get("usage")):
+                self.ledger.add(billed["prompt_tokens"], 0, billed["completion_tokens"])
             return error_response(fault.status, text, fault.retry_after, fault.body, type="server_error")
+        samples = [] if "input" in body else received.samples(faults)
+        num_words, num_tokens = sum(len(prompt.split()) for prompt in prompts), sum(len(s.pieces) for s in samples)
+        if "usage" in faults and faults["usage"].kind == "too_large":
+            num_tokens = WRONG_COUNTS["too_large"]
+        self.ledger.add(num_words, min(self.behaviour.cached_tokens, num_words) if samples else 0, num_tokens)
         with self.accepted:
             async with self._slots:
                 with self.running:
-                    return await self._answer(request, received, faults)
+                    return await self._answer(request, received, samples, faults)
 
-    async def _answer(self, request: web.Request, received: Received, faults: dict[str, Fault]) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, received: Received, samples: list[Sample], faults: dict[str, Fault]
+    ) -> web.StreamResponse:
         """Compute the answer in the current slot, and send it."""
         if "hang" in faults:
             await asyncio.Event().wait()
-        samples = [] if "input" in received.body else received.samples(faults)
         whole, truncate = received.whole(samples, faults, self.behaviour), faults.get("truncate")
         if received.body.get("stream") and "html" not in faults:
             return await self._stream(request, received, whole, samples, truncate)

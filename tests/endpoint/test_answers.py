@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.endpoint.answer import AllRejected, BadAnswer, Overloaded, StreamedAnswer, completion_of, message_of
+from pipeline.endpoint.answer import BadAnswer, Overloaded, Rejected, StreamedAnswer, completion_of, message_of
 from pipeline.endpoint.body import chat_body, completion_body, embedding_body
 from pipeline.endpoint.spec import PATHS, EndpointRequest, base_url
 from pipeline.engine.params import Completion, SamplingParams
@@ -43,7 +43,7 @@ def lines_of(raw: bytes) -> Iterator[bytes]:
     whole = json.loads(raw)
     for choice in whole["choices"]:
         for key, text in choice["message"].items():
-            for begin in range(0, len(text), 2):
+            for begin in range(0, len(text or ""), 2):
                 piece = {"index": choice["index"], "delta": {key: text[begin : begin + 2]}, "finish_reason": None}
                 yield f"data: {json.dumps({'model': 'm', 'choices': [piece]})}\n".encode()
                 yield b"\n"
@@ -125,7 +125,7 @@ def test_reasoning_is_split_from_the_text(message: dict[str, Any], expected: tup
 @pytest.mark.parametrize(
     "usage",
     [None, {}, "many", {"completion_tokens": 4}]
-    + [{"prompt_tokens": 5, "completion_tokens": count} for count in (-1, "many", 17, True, None, 1.5)],
+    + [{"prompt_tokens": 5, "completion_tokens": count} for count in (-1, "many", 2**31, True, None, 1.5)],
     ids=str,
 )
 def test_impossible_usage_is_not_counted(usage: object):
@@ -133,6 +133,14 @@ def test_impossible_usage_is_not_counted(usage: object):
     assert [sample.text for sample in done.each] == ["Yes", "No"]
     assert [sample.token_count for sample in done.each] == [None, None]
     assert (done.num_prompt_tokens, done.num_generated_tokens) == (0, 0)
+
+
+def test_usage_above_max_tokens_is_counted():
+    done = completed(
+        answer("a" * 30, "b" * 10, usage={"prompt_tokens": 5, "completion_tokens": 400}), n=2, temperature=1.0
+    )
+    assert [sample.num_tokens for sample in done.each] == [300, 100]
+    assert done.num_prompt_tokens == 5
 
 
 def test_samples_share_the_counted_tokens():
@@ -174,6 +182,63 @@ def test_content_filter_is_an_error_row():
     assert (done.error, done.text) == (RowError.CONTENT_FILTER.value, "")
 
 
+REFUSAL = {"role": "assistant", "content": None, "refusal": "I cannot\nhelp with that."}
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_refusal_is_an_error_row(is_streamed: bool):
+    for messages, is_refused in (([REFUSAL], True), (["Yes", REFUSAL], True), ([{**REFUSAL, "content": "Yes"}], False)):
+        raw = answer(*messages)
+        raw = assembled(lines_of(raw)) if is_streamed else raw
+        done = completed(raw, n=len(messages), temperature=1.0)
+        expected = (RowError.REFUSED.value, "I cannot help with that.") if is_refused else (None, None)
+        assert (done.error, done.error_message) == expected
+    assert completed(answer({"content": "Yes", "refusal": None})).error is None
+
+
+def called(*calls: dict[str, Any]) -> bytes:
+    return answer({"content": None, "tool_calls": [*calls]}, reason="tool_calls")
+
+
+def call(name: str, arguments: str, **fields: Any) -> dict[str, Any]:
+    return {"id": f"call_{name}", "type": "function", "function": {"name": name, "arguments": arguments}, **fields}
+
+
+def test_tool_calls_are_kept_as_json():
+    calls = [call("time", "{}"), call("weather", '{"city": "K\u00f6ln"}')]
+    whole = completion_of(200, {}, called(*calls), request(), has_tools=True)
+    assert (whole.text, whole.finish_reason, json.loads(whole.tool_calls or "")) == ("", "stop", calls)
+    assert "K\u00f6ln" in (whole.tool_calls or "")
+    parts = [
+        call("weather", "", index=1),
+        call("time", "{", index=0),
+        {"index": 1, "function": {"arguments": '{"city": '}},
+        {"index": 1, "function": {"arguments": '"K\u00f6ln"}'}},
+        {"index": 0, "id": "call_time", "function": {"arguments": "}"}},
+    ]
+    pieces = [{"index": 0, "delta": {"tool_calls": [part]}, "finish_reason": None} for part in parts]
+    end = {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
+    lines = [f"data: {json.dumps({'choices': [piece]})}".encode() for piece in (*pieces, end)]
+    streamed = completion_of(200, {}, assembled([*lines, b"data: [DONE]"]), request(), has_tools=True)
+    assert sorted(json.loads(streamed.tool_calls or ""), key=lambda one: one["id"]) == calls
+    with pytest.raises(BadAnswer, match=r"calls a tool, and server\.extra_body has no tools"):
+        completed(called(*calls))
+    assert completed(answer({"content": "Yes", "tool_calls": []})).text == "Yes"
+    double = [{"tool_calls": [call(name, "{}", index=0)]} for name in ("time", "weather")]
+    lines = [f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}".encode() for delta in double]
+    with pytest.raises(BadAnswer, match="two tool calls with the same index"):
+        completion_of(200, {}, assembled([*lines, b"data: [DONE]"]), request(), has_tools=True)
+
+
+def test_a_choice_with_an_error_is_a_bad_answer():
+    choice = {"index": 0, "message": {"content": "Ye"}, "finish_reason": "error", "error": {"message": "upstream lost"}}
+    with pytest.raises(BadAnswer, match="choice 0 of the answer failed: upstream lost"):
+        completed(answer(choices=[choice]))
+    end = {"index": 0, "delta": {}, "finish_reason": "error", "error": {"code": 502, "message": "upstream lost"}}
+    with pytest.raises(BadAnswer, match="choice 0 of the answer failed: upstream lost"):
+        completed(assembled([f"data: {json.dumps({'choices': [end]})}".encode(), b"data: [DONE]"]))
+
+
 FILTERED = b'{"error": {"message": "triggered the content management policy.", "code": "content_filter"}}'
 REJECTED = [
     *(
@@ -204,7 +269,7 @@ def test_overload_is_no_error_of_the_row(header: str | None, wait_s: float | Non
 
 def test_other_statuses_are_errors_of_the_server():
     for status in (401, 402, 403, 404, 405, 204, 302, 500, 502, 504):
-        with pytest.raises(AllRejected if 401 <= status <= 405 else BadAnswer, match="Welcome to the proxy"):
+        with pytest.raises(Rejected if 401 <= status <= 405 else BadAnswer, match="Welcome to the proxy"):
             completion_of(status, {}, HTML.encode(), request())
 
 

@@ -27,14 +27,16 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, seconds)
 
 
-def prompt(index: int) -> str:
+def prompt_of(index: int) -> str:
     return f"word{index}. a b c"
 
 
-def request(index: int, is_chat: bool = False, **fields: Any) -> EndpointRequest:
-    params = SamplingParams(max_tokens=8)
-    messages = [{"role": "user", "content": prompt(index)}]
-    body = chat_body(messages, params, {}) if is_chat else completion_body(prompt(index), params)
+def request(
+    index: int, is_chat: bool = False, params: SamplingParams | None = None, prompt: str = "", **fields: Any
+) -> EndpointRequest:
+    params, prompt = params or SamplingParams(max_tokens=8), prompt or prompt_of(index)
+    messages = [{"role": "user", "content": prompt}]
+    body = chat_body(messages, params, {}) if is_chat else completion_body(prompt, params)
     return EndpointRequest(index, body, params, **fields)
 
 
@@ -66,7 +68,7 @@ def compute(*servers: FakeServer | str, num_rows: int = 40, **config: Any) -> di
 
 def assert_right(done: dict[object, Completion]) -> None:
     for index, one in done.items():
-        assert (one.error, one.error_message, one.text) == (None, None, answer_text(prompt(int(str(index))), 8))
+        assert (one.error, one.error_message, one.text) == (None, None, answer_text(prompt_of(int(str(index))), 8))
 
 
 @pytest.mark.parametrize("behaviour", [{}, {"metrics": False}, {"slots": 3, "seconds_per_request": 0.01},
@@ -81,7 +83,8 @@ def test_all_rows_are_right_on_servers_with_faults(behaviour: dict[str, Any]):
         with FakeServer(**behaviour) as server:
             done = compute(server, route=route)
         assert_right(done)
-        assert {one.num_generated_tokens for one in done.values()} == ({0} if "usage" in behaviour else {4})
+        counted = {None: 4, "too_large": 1_000_000}.get(behaviour.get("usage"), 0)
+        assert {one.num_generated_tokens for one in done.values()} == {counted}
         assert {one.num_prompt_tokens for one in done.values()} <= {0, 4}
         assert server.accepted.max <= behaviour.get("limit", 1000)
 
@@ -100,7 +103,7 @@ def test_a_row_that_always_fails_is_an_error_row():
 
 
 def failure(server: FakeServer, num_rows: int = 40, **config: Any) -> str:
-    with pytest.raises(EnvironmentFailed) as caught:
+    with pytest.raises(EnvironmentFailed) as caught:  # EngineUnusable too
         compute(server, num_rows=num_rows, **config)
     assert KEY not in str(caught.value)
     return str(caught.value)
@@ -109,7 +112,7 @@ def failure(server: FakeServer, num_rows: int = 40, **config: Any) -> str:
 @pytest.mark.parametrize("metrics", [True, False])
 def test_servers_that_fail_for_good_end_the_engine(metrics: bool):
     with FakeServer(metrics=metrics, model_name={"kind": "other-model", "after": 12}) as server:
-        assert "as model 'other-model', and answered as 'fake-model' before" in failure(server)
+        assert "serves 'other-model', and the first answer was of 'fake-model'" in failure(server)
     with FakeServer(metrics=metrics, hang={"match": "word3."}) as server:
         assert "no token for 0.3 s (run.stall_timeout)" in failure(server, stall_timeout_s=0.3)
     with FakeServer(metrics=metrics, die={"match": "word20."}) as server:
@@ -139,7 +142,7 @@ def test_servers_share_the_rows_and_join_late():
             for index in range(10):
                 engine.add(request(index))
             assert_right(steps(engine))
-        assert late.num_answered > 5
+        assert late.num_answered > 2  # more than the probe
 
 
 def test_wrong_settings_end_the_start_with_the_key_to_change():
@@ -178,7 +181,7 @@ def test_control_tokens_are_sent_as_tokens_or_only_if_allowed():
             assert done.error == error
             assert (error is None) or "'<|end|>'" in (done.error_message or "")
             if error is None:
-                assert server.requests[-1].body["prompt"] == (list(ids) or prompt(1))
+                assert server.requests[-1].body["prompt"] == (list(ids) or prompt_of(1))
 
 
 def test_extra_body_adds_and_removes_fields():

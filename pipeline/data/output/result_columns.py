@@ -35,12 +35,14 @@ LOGPROBS_FIELD = pa.field("logprobs", pa.list_(pa.struct([*_TOKEN, pa.field("top
 
 PROMPT_LOGPROBS_FIELD = pa.field("prompt_logprobs", LOGPROBS_FIELD.type)  # null for the first token, as in vLLM
 REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("num_reasoning_tokens", pa.int32()))
+TOOL_CALLS_FIELD = pa.field("tool_calls", pa.string())  # JSON: the server's list of calls; null without calls
 
 SAMPLED = (
     "generated_text",
     "finish_reason",
     "logprobs",
     "reasoning",
+    "tool_calls",
 )  # lists with one entry per sample; null for errors
 
 # Form of the completions: one per row; lists, if rows may have several; or each in its own row.
@@ -48,7 +50,15 @@ SampleForm = Literal["one", "lists", "rows"]
 SAMPLE_FIELD = pa.field("sample_index", pa.int32())  # from 0, with samples as rows
 
 RESULT_NAMES: tuple[str, ...] = tuple(
-    f.name for f in (*RESULT_FIELDS, SAMPLE_FIELD, LOGPROBS_FIELD, PROMPT_LOGPROBS_FIELD, *REASONING_FIELDS)
+    f.name
+    for f in (
+        *RESULT_FIELDS,
+        SAMPLE_FIELD,
+        LOGPROBS_FIELD,
+        PROMPT_LOGPROBS_FIELD,
+        *REASONING_FIELDS,
+        TOOL_CALLS_FIELD,
+    )
 )
 
 OF_COMPLETIONS = ("generated_text", "finish_reason")  # replaced by the task's own columns in other tasks
@@ -61,14 +71,15 @@ class ResultShape:
     """Options that determine the result columns.
 
     samples: "lists" makes the columns of SAMPLED lists, "rows" adds SAMPLE_FIELD. reasoning: completions are split into
-    reasoning and answer. task_fields: columns of a job that does not generate; they replace OF_COMPLETIONS and exclude
-    the other options.
+    reasoning and answer. tool_calls: the model may call tools. task_fields: columns of a job that does not generate;
+    they replace OF_COMPLETIONS and exclude the other options.
     """
 
     samples: SampleForm = "one"
     logprobs: bool = False
     prompt_logprobs: bool = False
     reasoning: bool = False
+    tool_calls: bool = False
     task_fields: tuple[pa.Field, ...] | None = None
 
     def fields(self) -> list[pa.Field]:
@@ -80,6 +91,7 @@ class ResultShape:
             LOGPROBS_FIELD: self.logprobs,
             PROMPT_LOGPROBS_FIELD: self.prompt_logprobs,
             **dict.fromkeys(REASONING_FIELDS, self.reasoning),
+            TOOL_CALLS_FIELD: self.tool_calls,
         }
         fields = [*RESULT_FIELDS, *(f for f, is_included in more.items() if is_included)]
         if self.samples == "lists":

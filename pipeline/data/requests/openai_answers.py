@@ -4,11 +4,13 @@ The fields are those of https://platform.openai.com/docs/api-reference/batch/req
 /completions/object and /embeddings/object. The output holds token ids, not tokens, so log-probabilities name tokens as
 `token_id:17`, vLLM's form for `return_tokens_as_token_ids`, and the bytes of a token are null. Log-probabilities of
 prompts are in vLLM's field `prompt_logprobs`, by token id: of a chat response, or of each choice of a text response.
-Reasoning is in `reasoning`, as in vLLM's messages; the content is null if no answer follows it.
+Reasoning is in `reasoning`, as in vLLM's messages; the content is null if no answer follows it. Calls of tools are in
+`tool_calls`.
 """
 
 import base64
 import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,7 +39,7 @@ OF_ENGINE = (
 # Original names of the result columns that lines are made from.
 RESULTS = ("generated_text", "finish_reason", "error", "error_message", "num_input_tokens", "num_cached_tokens",
            "num_generated_tokens", "source_file", "source_row", "logprobs", "sample_index", "prompt_logprobs",
-           "embedding", "reasoning", "num_reasoning_tokens")  # fmt: skip
+           "embedding", "reasoning", "num_reasoning_tokens", "tool_calls")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,19 +134,22 @@ class _Sample:
     finish_reason: str
     logprobs: list[dict[str, Any]] | None
     reasoning: Mapping[str, str | None]  # empty if the job does not split off reasoning
+    tool_calls: str | None
 
 
 def _samples(row: Mapping[str, Any]) -> Iterator[_Sample]:
     """Yield the samples of a row; one if the output has no lists."""
     texts, reasons, logprobs = row["generated_text"], row["finish_reason"], row.get("logprobs")
-    reasoning = row["reasoning"] if "num_reasoning_tokens" in row else None
+    reasoning, calls = row["reasoning"] if "num_reasoning_tokens" in row else None, row.get("tool_calls")
     if isinstance(texts, str):
         if "num_reasoning_tokens" in row:
             reasoning = [reasoning]
+        calls = [calls]
         texts, reasons, logprobs = [texts], [reasons], None if logprobs is None else [logprobs]
     for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
         own = {} if reasoning is None else {"reasoning": reasoning[index]}
-        yield _Sample(index, text, FINISH_REASONS[reason], None if logprobs is None else logprobs[index], own)
+        logprobs_here, calls_here = (None if found is None else found[index] for found in (logprobs, calls))
+        yield _Sample(index, text, FINISH_REASONS[reason], logprobs_here, own, calls_here)
 
 
 def _chat_choice(sample: _Sample) -> dict[str, Any]:
@@ -154,7 +159,11 @@ def _chat_choice(sample: _Sample) -> dict[str, Any]:
         logprobs = {"content": content, "refusal": None}
     content = sample.text or None if sample.reasoning.get("reasoning") else sample.text
     message = {"role": "assistant", "content": content, "refusal": None, **sample.reasoning}
-    return {"index": sample.index, "message": message, "logprobs": logprobs, "finish_reason": sample.finish_reason}
+    reason = sample.finish_reason
+    if sample.tool_calls is not None:
+        message |= {"content": sample.text or None, "tool_calls": json.loads(sample.tool_calls)}
+        reason = "tool_calls" if reason == "stop" else reason
+    return {"index": sample.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
 def _text_choice(sample: _Sample) -> dict[str, Any]:

@@ -150,6 +150,8 @@ class Write:
         if self._results.reasoning:
             columns.append([self._own(one, lambda sample: sample.reasoning) for one in each])
             columns.append([one.num_thought_tokens for one in each])
+        if self._results.tool_calls:
+            columns.append([self._own(one, lambda sample: sample.tool_calls) for one in each])
         schema = output_schema(kept.schema, self._rename, self._results)
         results = [
             c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)

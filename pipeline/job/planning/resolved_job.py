@@ -152,6 +152,7 @@ def result_shape(
         logprobs=sampling.logprobs is not None or of_requests,  # some request rows may ask for logprobs
         prompt_logprobs=sampling.prompt_logprobs is not None,
         reasoning=sampling.reasoning is not None,
+        tool_calls=config.server is not None and config.server.config().has_tools,
         task_fields=task_fields,
     )
 

@@ -13,7 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.data.output.parts import SUCCESS, PartStore
-from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_NAMES, result_column, result_names
+from pipeline.data.output.result_columns import (
+    REASONING_FIELDS,
+    RESULT_NAMES,
+    TOOL_CALLS_FIELD,
+    result_column,
+    result_names,
+)
 from pipeline.job.actor.partial import FOLDER as PARTIAL
 from pipeline.job.actor.write import SAMPLES
 from pipeline.job.dataflow.reading import evenly, shares
@@ -64,7 +70,7 @@ def _rows_of(table: pa.Table) -> Iterator[SampleRow]:
     columns["text"] = columns.pop("generated_text", [None] * part.num_rows)
     columns.setdefault("finish_reason", [None] * part.num_rows)
     names = [name for name in columns if name in SampleRow.__dataclass_fields__]
-    own = {*RESULT_NAMES} - {f.name for f in REASONING_FIELDS}
+    own = {*RESULT_NAMES} - {f.name for f in (*REASONING_FIELDS, TOOL_CALLS_FIELD)}
     result_columns = [name for name in columns if name not in own and name not in names]
     for i, prompt in enumerate(prompts):
         results = {name: columns[name][i] for name in result_columns}

@@ -1,5 +1,7 @@
 """Rows as lines of OpenAI's Batch API: cases that jobs with a fake engine do not reach."""
 
+import json
+
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
@@ -78,6 +80,17 @@ def test_reasoning_is_a_field_next_to_the_answer_and_counted(answered):
     assert texts == ["x", None if answered is CHAT else "", "y"]
     single = body(answered, reasoning="so", num_reasoning_tokens=2).choices[0]
     assert (single.message if answered is CHAT else single).reasoning == "so"
+
+
+def test_tool_calls_are_in_the_message():
+    calls = [{"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}]
+    samples = {"generated_text": ["", "x"], "finish_reason": ["stop", "stop"], "tool_calls": [json.dumps(calls), None]}
+    first, second = body(CHAT, **samples).choices
+    assert [call.model_dump() for call in first.message.tool_calls] == calls
+    assert (first.finish_reason, first.message.content) == ("tool_calls", None)
+    assert (second.finish_reason, second.message.content, second.message.tool_calls) == ("stop", "x", None)
+    (single,) = body(CHAT, generated_text="", tool_calls=json.dumps(calls)).choices
+    assert single.message.tool_calls[0].function.name == "weather"
 
 
 @pytest.mark.parametrize("code", list(RowError))
