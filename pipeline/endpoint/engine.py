@@ -124,6 +124,7 @@ class EndpointEngine:
         return {
             **self._counts,
             **self._meter.counts,
+            "num_open": self._meter.num_open,
             "num_rejected": sum(client.num_rejected for client in self._clients),
             "num_requests": self._counts["num_steps"],
             "needed_nanousd": math.ceil(self.needed_usd / NANO_USD),

@@ -2,8 +2,10 @@
 
 import json
 import os
+from dataclasses import replace
 
 from pipeline.config import JobConfig
+from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.batch_limits import max_default_seqs
 from pipeline.job.actor.work_spec import Backend, WorkSpec
@@ -35,6 +37,9 @@ def flow_spec(
     min_size, max_size = run.pool
     cpus = run.cpus_per_actor or _cpus(max_size, run.cluster_address, gpus)
     engine = job.work_config(max(1, int(cpus)))
+    if isinstance(engine, EndpointConfig):
+        prices = config.cost.token_prices
+        engine = replace(engine, prices=prices, has_budget=bool(prices) and config.cost.budget_usd is not None)
     work = WorkSpec(
         backend=backend,
         model=config.model.path,

@@ -123,7 +123,13 @@ def serve(
             last_us = now
         completions: list[Completion] = []
         if engine.has_unfinished:
-            completions = engine.step()
+            try:
+                completions = engine.step()
+            except Exception:
+                if isinstance(engine, PaidEngine):  # what its requests cost must not be lost with it
+                    engine.abandon()
+                    report()
+                raise
             now = now_us()
             busy_us += now - last_us
             idle_us = 0
