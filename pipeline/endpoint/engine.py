@@ -106,7 +106,7 @@ class EndpointEngine:
     @property
     def needed_usd(self) -> float:
         """Cost of the next row, if it waits only because it does not fit into the grant; else 0."""
-        if self._sends_no_more or self._meter.num_open or not self._rows:
+        if self._sends_no_more or self._tasks or not self._rows:  # a task may wait to send its row again
             return 0.0
         reserved = [client.reservation(self._rows[0].request) for client in self._up]
         return max((self._meter.usd(each) for each in reserved if not self._meter.fits(each)), default=0.0)

@@ -139,7 +139,7 @@ def test_engines_with_a_server_each_are_compared(tmp_path: Path, planned: Callab
     assert one["wall_us"]["expected"] - two["wall_us"]["expected"] == pytest.approx(
         (one["machine_us"]["expected"] - start_us) / 2, abs=10
     )
-    assert "10 answers had no usable token counts" in found["doubts"][1]
+    assert "10 requests are of unknown usage" in found["doubts"][1]
 
 
 @pytest.mark.parametrize(
