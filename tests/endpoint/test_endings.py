@@ -16,6 +16,7 @@ from pipeline.errors import EnvironmentFailed, Interrupted, LimitReached
 from pipeline.job.running.run import run_job
 from tests.endpoint.fake_server import FakeServer
 from tests.endpoint.test_job import RUNS, assert_right, job_file, rows
+from tests.faults.processes import family
 
 pytestmark = pytest.mark.usefixtures("default_sighup")
 
@@ -113,6 +114,25 @@ def test_a_stop_sends_nothing_more_and_keeps_every_answer_that_was_paid(tmp_path
         assert server.num_answered <= 400 + 2 * 6
         check_ledger(server, tmp_path)
     assert len(rows(tmp_path)) == 400
+
+
+def test_requests_that_were_open_when_the_engines_process_died_are_counted_as_unknown(tmp_path: Path):
+    with FakeServer(slots=64, seconds_per_request=0.6, metrics=False) as server:
+        path = job_file(tmp_path, server.url, 200, engine={"max_num_seqs": 64}, prompt={"chat": {}})
+
+        def kill() -> None:
+            while server.num_answered < 80 or server.running.now < 30:
+                time.sleep(0.01)
+            time.sleep(0.3)  # all have been reported, and the next answers take as long again
+            (engine,) = family([os.getpid()])["engine"]
+            os.kill(engine, signal.SIGKILL)
+
+        threading.Thread(target=kill, daemon=True).start()
+        report = run_job(load_job(path))
+        check_ledger(server, tmp_path)
+        assert accounted_usd(tmp_path)[0] < server.ledger.usd(PRICES)
+    assert report.work.engine_restarts == 1
+    assert len(rows(tmp_path)) == 200
 
 
 ENDINGS = [
