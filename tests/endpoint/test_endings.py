@@ -48,7 +48,9 @@ def check_ledger(server: FakeServer, folder: Path) -> None:
 
 
 def saved_rows(folder: Path) -> int:
-    return sum(len(json.loads(path.read_text())) for path in (folder / "out" / "_pipeline" / "partial").glob("*"))
+    return sum(
+        len(json.loads(path.read_text())["rows"]) for path in (folder / "out" / "_pipeline" / "partial").glob("*")
+    )
 
 
 LONGER = {"extra_body": {"max_tokens": None, "max_completion_tokens": 12}}

@@ -178,6 +178,6 @@ def stop_in_a_unit(job, number=signal.SIGTERM) -> list[dict]:
         run(job, stop, run={"drain_timeout": "0.0 s"}, output={"rows_per_file": 16})
     folder = PartStore(job.settings["output"]["path"], job.settings.get("storage_options", {}).get("s3")).folder
     (kept,) = folder.names("_pipeline/partial")
-    done = json.loads(folder.read(f"_pipeline/partial/{kept}"))
+    done = json.loads(folder.read(f"_pipeline/partial/{kept}"))["rows"]
     assert 0 < len(done) < 16
     return done

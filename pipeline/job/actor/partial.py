@@ -4,7 +4,7 @@ They save work and decide nothing: a unit is done when its part exists, and lost
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,14 +14,15 @@ from pipeline.engine.params import Completion, RowQuality
 from pipeline.job.actor.tasks import of_plain, to_plain, token_logprobs
 
 FOLDER = "_pipeline/partial"
+FORMAT = 1
 
 
 class PartialUnits:
     """Finished rows of unfinished units in one job's output. A row is identified by its origin."""
 
-    def __init__(self, store: PartStore, fingerprint: str) -> None:
-        self._store = store
-        self._fingerprint = fingerprint
+    def __init__(self, store: PartStore, fingerprint: str, note: Callable[[str], None]) -> None:
+        """note: logs each file that cannot be used."""
+        self._store, self._fingerprint, self._note = store, fingerprint, note
 
     def save(self, unit: Unit, completions: Iterable[Completion]) -> None:
         """Save these rows of the unit, in addition to those saved before."""
@@ -30,7 +31,8 @@ class PartialUnits:
         for done in completions:
             row_id = row_ids[done.row_id]  # type: ignore[index]
             kept[row_id] = {**asdict(done), "result": to_plain(done.result), "row_id": row_id}
-        self._store.folder.replace(self._name(unit), json.dumps(list(kept.values())).encode())
+        body = {"format": FORMAT, "rows": list(kept.values())}
+        self._store.folder.replace(self._name(unit), json.dumps(body).encode())
 
     def load(self, unit: Unit) -> list[Completion]:
         """Return the saved rows of the unit. Their row_id is the index in the unit."""
@@ -39,8 +41,22 @@ class PartialUnits:
         return [_completion(row, i) for row, i in found if i is not None]
 
     def _kept(self, unit: Unit) -> list[dict[str, Any]]:
+        """Return the saved rows as they are in the file; none if another version wrote it, or it was edited."""
         raw = self._store.folder.read(self._name(unit))
-        return [] if raw is None else json.loads(raw)
+        if raw is None:
+            return []
+        try:
+            saved = json.loads(raw)
+            if saved["format"] != FORMAT:
+                raise ValueError(f"format {saved['format']!r}, expected {FORMAT}")
+            for row in saved["rows"]:
+                tuple(row["row_id"])
+                _completion(row, 0)
+            return saved["rows"]
+        except Exception as error:  # whatever it holds: its rows are computed again
+            name = self._store.folder.shown(self._name(unit))
+            self._note(f"{name} is not used, its rows are computed again: {type(error).__name__}: {error}")
+            return []
 
     def remove(self, unit: Unit) -> None:
         self._store.folder.remove(self._name(unit))

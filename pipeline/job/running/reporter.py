@@ -11,7 +11,7 @@ from dataclasses import replace
 from pipeline.data.output.parts import PartStore
 from pipeline.job.planning.history import remember
 from pipeline.job.planning.plan import JobPlan
-from pipeline.job.running.notify import notify
+from pipeline.job.running.notify import Notifier
 from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
 from pipeline.job.telemetry.metrics_server import MetricsServer
@@ -74,6 +74,7 @@ class RunReporter:
             self.note(f"{PLAN} is the estimate of another job and is ignored; `pipeline plan` estimates this one")
         self._metrics = MetricsServer.at(metrics, self.warn)
         self.progress = Progress(plan.job.config.run.progress_timeout_s)
+        self._notifier = Notifier(plan.job.config.run.notify, self.warn)
         self._drops: set[str] = set()  # measures of quality whose drop was already reported
 
     def note(self, text: str, level: Level = "info") -> None:
@@ -157,6 +158,7 @@ class RunReporter:
         name, digest, rows = plan.job.config.name, plan.fingerprint.digest, plan.num_rows
         self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)
         self._report_missed()
+        self._notifier.close()
         self.begin_phase(log.outcome)
         close_telemetry(self._telemetry, self._show, self.status() if finished else None)
         self._driver_log.close()
@@ -168,7 +170,7 @@ class RunReporter:
         """Send an event to `run.notify`."""
         config = self._plan.job.config
         common = {"event": event, "job": config.name, "run": self._log.run_id, "output": shown_url(config.output.path)}
-        notify(config.run.notify, {**common, **details}, self.warn)
+        self._notifier.put({**common, **details})
 
     def look_at_quality(self) -> None:
         """Warn once for each measure of quality in which the compared rows show a drop."""

@@ -13,7 +13,7 @@ import pytest
 from pipeline.errors import EnvironmentFailed, Interrupted
 from pipeline.job.running import run as run_module
 from pipeline.job.running.stop import ONE_STOP_S, Stopped, StopSignals
-from tests.job.conftest import TEXTS, run, runs
+from tests.job.conftest import TEXTS, run, runs, stop_in_a_unit
 
 pytestmark = pytest.mark.usefixtures("without_ray", "default_sighup")
 
@@ -69,13 +69,35 @@ def test_a_stop_in_a_large_unit_of_short_rows_begins_no_more_and_keeps_what_has_
     with pytest.raises(Interrupted, match="Stopped by SIGINT with 0 of 1024 rows written"):
         run(job, [(lambda status: status.rows_done > 50, signal.SIGINT)], **sections)
     (partial,) = (job.output / "_pipeline" / "partial").iterdir()
-    kept = len(json.loads(partial.read_text()))
+    kept = len(json.loads(partial.read_text())["rows"])
     (actor,) = runs(job)[0]["actors"]
     assert 50 < kept < 600
     assert actor["kept_tokens"]["generated"] == actor["stats"]["generated_tokens"]  # no row was begun in vain
     report, _ = run(job, **sections)
     job.check(texts)
     assert report.work.resumed_rows == kept
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda saved: {**saved, "format": 99},
+        lambda saved: {**saved, "rows": [{**row, "unknown_field": 1} for row in saved["rows"]]},
+        lambda saved: {**saved, "rows": [{k: v for k, v in row.items() if k != "text"} for row in saved["rows"]]},
+        lambda saved: saved["rows"],
+    ],
+    ids=["format", "more fields", "fewer fields", "a list"],
+)
+def test_saved_rows_of_another_version_are_computed_again(job, change):
+    job.fake(step_s=0.1, max_num_seqs=2).rows(TEXTS[:16])
+    stop_in_a_unit(job)
+    (path,) = (job.output / "_pipeline" / "partial").iterdir()
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    report, _ = run(job, output={"rows_per_file": 16})
+    job.check(TEXTS[:16])
+    assert report.work.resumed_rows == 0
+    log = job.output / "_pipeline" / "logs" / runs(job)[1]["run_id"] / "engine-0.log"
+    assert f"{path} is not used, its rows are computed again: " in log.read_text()
 
 
 @pytest.mark.parametrize("rows_per_file", [8, 512])
@@ -86,7 +108,7 @@ def test_rows_that_finished_before_an_engine_failed_for_good_are_kept(job, tmp_p
     with pytest.raises(EnvironmentFailed, match="a fake failure that no restart heals"):
         run(job, **sections)
     first = runs(job)[0]
-    kept = sum(len(json.loads(p.read_text())) for p in (job.output / "_pipeline" / "partial").iterdir())
+    kept = sum(len(json.loads(p.read_text())["rows"]) for p in (job.output / "_pipeline" / "partial").iterdir())
     assert first["rows_written"] + kept >= 20
     assert [actor["restarts"] for actor in first["actors"]] == [0]
     cured.touch()

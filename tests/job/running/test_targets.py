@@ -1,7 +1,9 @@
 """The section `targets`: a missed target is named, sent to `run.notify`, and has an exit code."""
 
 import json
+import socket
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
@@ -10,7 +12,7 @@ from click.testing import CliRunner
 from pipeline.cli.main import cli
 from pipeline.config.sections.limits import TargetsSection
 from pipeline.errors import LimitReached
-from pipeline.job.running.notify import notify
+from pipeline.job.running.notify import Notifier, notify
 from pipeline.report.targets import Target, targets_of
 from tests.job.conftest import FAKES, TEXTS, run
 
@@ -107,3 +109,15 @@ def test_a_scheduler_sees_missed_targets_by_the_exit_code(job, monkeypatch, code
     assert result.exit_code == expected, result.output
     assert ("Targets missed: max_row_p95" in result.stderr) is bool(code)
     assert "max_row_p95" in result.stdout
+
+
+def test_a_hook_that_does_not_answer_delays_no_run():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url, warned = f"http://127.0.0.1:{silent.getsockname()[1]}/", []
+        notifier, began = Notifier(url, warned.append), time.monotonic()
+        for number in range(30):
+            notifier.put({"event": f"e{number}"})
+        assert time.monotonic() - began < 1
+        notifier.close()
+        assert time.monotonic() - began < 8
+    assert "too slow; an event was dropped: e29" in warned[-1]
