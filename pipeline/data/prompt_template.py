@@ -212,6 +212,8 @@ def _sample(kind: pa.DataType) -> object:
         return datetime.date(2026, 1, 31)
     if pa.types.is_timestamp(kind):
         return datetime.datetime(2026, 1, 31)
+    if pa.types.is_time(kind):
+        return datetime.time(14, 5)
     return None
 
 

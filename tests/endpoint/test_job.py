@@ -138,6 +138,24 @@ def test_wrong_keys_are_refused(tmp_path: Path, sections: dict[str, Any], key: s
     assert any(f": {key}: " in line and message in line for line in str(caught.value).splitlines())
 
 
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [(f"{KEY}\n", KEY), (f" {KEY}\r\n", KEY), (KEY, KEY), (f"{KEY}\nx", None), (" ", None), ("schl\u00fcssel", None)],
+)
+def test_white_space_around_a_key_is_dropped_and_other_odd_characters_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, key: str | None
+):
+    """Files and Kubernetes secrets end with a line feed."""
+    monkeypatch.setenv("FAKE_KEY", value)
+    path = job_file(tmp_path, "http://localhost:9", 1, server={"api_key": "${FAKE_KEY}"})
+    if key is not None:
+        assert load_job(path).server.api_key == key
+        return
+    with pytest.raises(ConfigError, match=r"server\.api_key: expected printable ASCII") as caught:
+        load_job(path)
+    assert value.strip() == "" or value not in str(caught.value)
+
+
 def test_a_job_continues_when_one_of_two_servers_ends(tmp_path: Path):
     slow = {"slots": 8, "seconds_per_request": 0.02}
     with FakeServer(**slow) as server, FakeServer(die={"after": 60}, **slow) as dying:

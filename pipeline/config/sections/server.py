@@ -81,6 +81,15 @@ class ServerSection(ConfigSection):
                 raise ValueError("a url cannot contain a user, a password or a query; use api_key")
         return urls
 
+    @field_validator("api_key")
+    @classmethod
+    def _fits_a_header(cls, key: str | None) -> str | None:
+        """Drop white space around the key: files and Kubernetes secrets end with a line feed."""
+        key = key and key.strip()
+        if key is not None and not (key and key.isascii() and key.isprintable() and " " not in key):
+            raise ValueError("expected printable ASCII characters without spaces; is it another file's content?")
+        return key
+
     @model_validator(mode="after")
     def _one_source(self) -> "ServerSection":
         if (self.url is None) == (self.serve is None):
