@@ -107,8 +107,10 @@ class Worker:
             if generated:
                 self._partial.save(unit, generated)
                 self._add(kept_tokens=computed(generated[len(kept) :]))
+            if len(generated) == len(requests):
+                return self._sampled(unit, failed + generated)
             self._supervisor.raise_failure()
-            return None if len(generated) < len(requests) else self._sampled(unit, failed + generated)
+            return None
         summary = self._write(unit, failed + generated)
         stats = replace(summary.row_stats, control_tokens=self._read.control_tokens(unit))
         summary = replace(summary, row_stats=stats)

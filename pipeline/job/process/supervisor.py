@@ -296,7 +296,7 @@ class Supervisor:
             child.send(Add(requests))
 
     def _send_grant(self) -> None:
-        """Tell the process its share of the grant: what earlier processes spent is deducted."""
+        """Send the process the grant, less what earlier processes spent."""
         config = self._launch.config
         if self._child is None or not self._child.ready or self._granted_usd is None:
             return
