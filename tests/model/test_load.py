@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from pipeline.checkpoints.locate import checkpoint_problem, locate_model, resolve_model
-from pipeline.config.sections.engine import EngineSection
+from pipeline.config.sections.server import ServerSection
 from pipeline.demo import demo_model
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
@@ -121,9 +121,7 @@ def test_the_refusal_of_a_family_names_the_reason_and_a_server(folder: Path, mod
     message, _, lines = str(refused.value).partition("in the job file: ")
     assert reason in message
     assert "docs/servers.md" in message
-    section = EngineSection.model_validate(yaml.safe_load(lines)["engine"])
-    assert section.backend is not None
-    assert section.backend.serve == ("vllm", "serve", "MODEL")
+    assert ServerSection.model_validate(yaml.safe_load(lines)["server"]).serve == ("vllm", "serve", "MODEL")
 
 
 @pytest.mark.parametrize("family", FAMILY_VARIANTS, ids=lambda family: family.name)

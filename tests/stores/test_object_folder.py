@@ -160,7 +160,8 @@ def test_parts_and_small_files(request, kind):
     assert part.table.equals(result(50, errors=2))
     assert part.metadata == {"pipeline.model": "demo"}
     assert store.list(FP).num_units == 2
-    assert store.totals() == PartTotals(100, 2, {"null_prompt": 2}, 980, 392, 294)
+    totals = store.totals()
+    assert totals == PartTotals(100, 2, {"null_prompt": 2}, 980, 392, 294, rows_checksum=totals.rows_checksum)
     assert store.folder.read("_pipeline/job.json") is None
     assert [store.folder.create("_pipeline/job.json", data) for data in (b"1", b"2")] == [True, False]
     assert store.folder.read("_pipeline/job.json") == b"1"

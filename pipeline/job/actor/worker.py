@@ -49,7 +49,7 @@ class Worker:
         self._read = make_reader()
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
-        self._partial = PartialUnits(store, spec.fingerprint, self._log.line)
+        self._partial = PartialUnits(store, spec.fingerprint, self.note)
         self._write = Write(
             store,
             fingerprint=spec.fingerprint,

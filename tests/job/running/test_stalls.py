@@ -24,6 +24,9 @@ class NoActors(InProcessDataflow):
     def actors(self, end=False):
         return []
 
+    def order(self, order):
+        pass
+
     def close(self):
         pass
 

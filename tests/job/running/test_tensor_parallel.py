@@ -14,6 +14,7 @@ from ray.cluster_utils import Cluster
 
 from pipeline.engine.parallel.group import RANK_MODULE
 
+pytestmark = pytest.mark.timeout(900)  # Ray starts slowly on a machine that runs other tests
 ROOT = Path(__file__).parents[3]
 NUM_ROWS = 192
 SETTINGS = ("engine.dtype=float32", "sampling.max_tokens=48", "run.window_rows=96", "output.rows_per_file=32")
@@ -28,7 +29,7 @@ def start(output: Path, *settings: str) -> "subprocess.Popen[str]":
 
 
 def finish(run: "subprocess.Popen[str]") -> None:
-    printed = run.communicate(timeout=240)[0]
+    printed = run.communicate(timeout=600)[0]
     assert run.returncode == 0, printed
 
 

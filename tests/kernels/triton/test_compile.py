@@ -13,6 +13,7 @@ from pipeline.kernels.triton.launch import H100
 from tests.kernels.triton.compiling import CASCADE, FIXED, SOFTMAX
 from tools.compiled_kernels import MAX_SPILLED, PAGE, limits, past_limits
 
+pytestmark = pytest.mark.timeout(900)  # minutes of compilation, on a machine that runs other tests
 ROOT = Path(__file__).parents[3]
 TARGETS = "sm_80", "sm_89", "sm_90"
 FP8_CACHE = "norm_rope_write", "convert", "decode, 1 queries", "prefill", "cascade"
