@@ -1,11 +1,13 @@
-"""Environment variables in the paths, urls and keys of a job file: `${NAME}` and `${NAME:-default}`.
+"""Environment variables in the paths, urls, keys and headers of a job file: `${NAME}` and `${NAME:-default}`.
 
 In the paths of input and output, `vars` of the job take precedence. Other values, such as prompts, are not expanded:
-`${price}` in them is text.
+`${price}` in them is text. The command of a server keeps its references, since the output records it; they are filled
+in when it starts.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value, dotted, merge
 from pipeline.config.variables import Now, values_of
@@ -16,12 +18,15 @@ PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("model", "path"),
     ("server", "url"),
     ("server", "api_key"),
+    ("server", "headers"),
+    ("server", "serve"),
     ("speculation", "model"),
     ("quality", "model"),
     ("prompt", "chat", "template"),
     ("sampling", "structured_outputs", "json_file"),
 )
 VARIABLE_KEYS = (("input", "path"), ("output", "path"))
+AS_WRITTEN = (("server", "serve"),)
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^{}]*))?\}")
 
 
@@ -36,10 +41,11 @@ def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str,
     unused = {*declared}
     environ = {**environ, **declared}
     for key_path in PATH_KEYS:
-        text = _value(document, key_path)
-        if not isinstance(text, str) or "${" not in text:
+        value = _value(document, key_path)
+        references = [found for text in _texts(value) for found in _REFERENCE.findall(text)]
+        if not any("${" in text for text in _texts(value)):
             continue
-        names = {name for name, _, _ in _REFERENCE.findall(text)}
+        names = {name for name, _, _ in references}
         if wrong & names:
             continue  # reported already
         if key_path in VARIABLE_KEYS:
@@ -51,13 +57,14 @@ def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str,
             )
             continue
         line, key = document.location(key_path), dotted(key_path)
-        missing = [name for name, default, _ in _REFERENCE.findall(text) if not default and not environ.get(name)]
+        missing = [name for name, default, _ in references if not default and not environ.get(name)]
         hint = "Set it, or give a default: ${NAME:-default}."
         mistakes += [Mistake(line, key, f"the environment variable {name} is not set", hint) for name in missing]
-        if "${" in _REFERENCE.sub("", text):
+        if any("${" in _REFERENCE.sub("", text) for text in _texts(value)):
             mistakes.append(Mistake(line, key, "expected ${NAME} or ${NAME:-default}", "Close the brace."))
-        filled = _REFERENCE.sub(lambda found: environ.get(found[1]) or found[3] or "", text)
-        data: Value = filled
+        if key_path in AS_WRITTEN:
+            continue
+        data: Value = _filled(value, environ)
         for step in reversed(key_path):
             data = {step: data}
         assert isinstance(data, dict)
@@ -71,6 +78,28 @@ def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str,
     if mistakes:
         raise JobFileError(mistakes)
     return document
+
+
+def filled(texts: Iterable[str], environ: Mapping[str, str]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the texts with their variables filled in, and the values of these."""
+    found = [match for text in texts for match in _REFERENCE.finditer(text)]
+    values = frozenset(environ.get(match[1]) or match[3] or "" for match in found)
+    return tuple(_filled(text, environ) for text in texts), values
+
+
+def _filled(value: Any, environ: Mapping[str, str]) -> Any:
+    if isinstance(value, str):
+        return _REFERENCE.sub(lambda found: environ.get(found[1]) or found[3] or "", value)
+    if isinstance(value, list):
+        return [_filled(inner, environ) for inner in value]
+    return {name: _filled(inner, environ) for name, inner in value.items()} if isinstance(value, dict) else value
+
+
+def _texts(value: object) -> list[str]:
+    """Return the texts in a value, a list or a mapping."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str)]
 
 
 def _value(document: Document, key_path: tuple[str, ...]) -> object:

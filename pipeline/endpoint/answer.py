@@ -1,15 +1,16 @@
-"""Answers of a server as completions, or as the reason why there is none."""
+"""Answers of a server as completions, in the dialects of OpenAI's API that servers speak."""
 
+import base64
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from pipeline.endpoint.errors import BadAnswer, Reply, Unsupported, failed, one_line, rejection
 from pipeline.endpoint.meter import Usage, count_of, usage_of
 from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.params import Completion, FinishReason, SamplingParams
@@ -17,143 +18,71 @@ from pipeline.engine.samples import with_samples
 from pipeline.engine.tasks import TokenLogprobs, VectorResult
 from pipeline.errors import RowError
 
-MAX_MESSAGE = 500
-_REASONS: dict[object, FinishReason] = {
-    "stop": "stop",
-    "eos": "stop",
-    "tool_calls": "stop",
-    "length": "length",
-    "max_tokens": "length",
+_REASONS: dict[str, FinishReason | None] = {  # None: the server's filter
+    **dict.fromkeys(("stop", "eos", "eos_token", "end_turn", "stop_sequence", "tool_calls", "function_call"), "stop"),
+    **dict.fromkeys(("length", "max_tokens", "max_output_tokens", "model_length"), "length"),
     "repetition": "length_loop",
+    **dict.fromkeys(("content_filter", "safety", "recitation", "prohibited_content", "blocklist", "sensitive")),
 }
-_TOO_LONG = re.compile(
-    r"context_length|context length|context window|context size|maximum model length|max_model_len|too many tokens"
-    r"|longer than the maximum|exceeds? the (available |maximum )?context"
-    r"|max_tokens must be at least 1, got 0",  # vLLM: the prompt fills the context
-    re.I,
-)
 _UNCONSTRAINED = "the text does not conform to sampling.structured_outputs; the server may not support it"
-_FILTERED = re.compile(r"content_filter|content management policy|content policy|safety system", re.I)
 
 
-class OtherModel(Exception):
-    """The answer is that of another model."""
-
-
-class Overloaded(Exception):
-    """The server accepts no request now. wait_s: the time that it asks to wait, if any."""
-
-    def __init__(self, reason: str, wait_s: float | None = None) -> None:
-        super().__init__(reason)
-        self.wait_s = wait_s
-
-
-class BadAnswer(Exception):
-    """The answer is an error of the server, or cannot be used. The request may be sent again."""
-
-
-class Unsupported(BadAnswer):
-    """The server ignores an option of the request. The next answer would be the same."""
-
-
-class Rejected(Exception):
-    """The server rejects this request, or all requests: the key, the model or the route may be wrong."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-def completion_of(
-    status: int, headers: Mapping[str, str], raw: bytes, request: EndpointRequest, has_tools: bool = False
-) -> Completion:
+def completion_of(reply: Reply, request: EndpointRequest, has_tools: bool = False) -> Completion:
     """Return the completion of an answer; an error completion if the server rejects this request. Its times are left
     at 0. has_tools: the model may call tools. Raises Overloaded, BadAnswer, Rejected."""
-    if status != 200:
-        return _rejected(status, headers, raw, request)
-    try:
-        answer = json.loads(raw)
-    except ValueError:
-        raise BadAnswer(f"the answer is not JSON: {_text(raw)}") from None
+    answer = reply.value
+    if not reply.is_success or (isinstance(answer, dict) and (answer.get("error") or answer.get("object") == "error")):
+        return rejection(reply, request)
     if not isinstance(answer, dict):
-        raise BadAnswer(f"the answer is not a JSON object: {_text(raw)}")
-    if answer.get("error"):
-        raise BadAnswer(f"the answer is an error with status 200: {message_of(raw)}")
+        raise BadAnswer(f"the answer is not {'JSON' if answer is None else 'a JSON object'}: {reply.text}")
     try:
         return _embedding(answer, request) if "input" in request.body else _completion(answer, request, has_tools)
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-        raise BadAnswer(f"the answer has an unexpected form ({type(error).__name__}: {error}): {_text(raw)}") from None
-
-
-def message_of(raw: bytes) -> str:
-    """Return the message of an error's body, on one line."""
-    try:
-        found = json.loads(raw)
-    except ValueError:
-        return _text(raw)
-    while isinstance(found, dict):
-        found = next((found[key] for key in ("error", "message", "detail", "code") if found.get(key)), str(found))
-    return _text(str(found).encode())
-
-
-def _text(raw: bytes) -> str:
-    """Return the beginning of a body on one line."""
-    return " ".join(raw[: 4 * MAX_MESSAGE].decode(errors="replace").split())[:MAX_MESSAGE] or "(empty)"
-
-
-def _rejected(status: int, headers: Mapping[str, str], raw: bytes, request: EndpointRequest) -> Completion:
-    message = message_of(raw)
-    if status in (408, 425, 429, 503, 529):
-        raise Overloaded(f"status {status}: {message}", _wait_s(headers))
-    if status in (401, 402, 403, 404, 405):
-        raise Rejected(status, message)
-    if status not in (400, 413, 422):
-        raise BadAnswer(f"status {status}: {message}")
-    code = RowError.INVALID_REQUEST
-    if status == 413 or _TOO_LONG.search(_text(raw)):
-        code = RowError.PROMPT_TOO_LONG
-    elif _FILTERED.search(_text(raw)):
-        code = RowError.CONTENT_FILTER
-    return failed(request, code, f"the server rejects the request (status {status}): {message}")
-
-
-def failed(request: EndpointRequest, code: RowError, message: str) -> Completion:
-    """Return an error completion."""
-    count = len(request.prompt_token_ids)
-    return Completion(request.row_id, [], "", "error", count, error=code.value, error_message=message)
-
-
-def _wait_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds of a Retry-After header; None for a date, which few servers send."""
-    try:
-        seconds = float(headers.get("Retry-After", ""))
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) and seconds >= 0 else None
+        raise BadAnswer(f"the answer has an unexpected form ({type(error).__name__}: {error}): {reply.text}") from None
 
 
 def _completion(answer: dict[str, Any], request: EndpointRequest, has_tools: bool) -> Completion:
-    params, choices = request.params, sorted(answer["choices"], key=lambda choice: choice["index"])
+    params = request.params
+    choices = [{"index": index, **choice} for index, choice in enumerate(answer["choices"])]  # one may have none
+    choices.sort(key=lambda choice: choice["index"])
     if [choice["index"] for choice in choices] != list(range(params.n)):
         numbers = [choice["index"] for choice in choices]
-        raise BadAnswer(f"the answer has choices {numbers}; expected {params.n} with different indices from 0")
+        is_short = 0 < len(numbers) < params.n and numbers == list(range(len(numbers)))  # it ignores n
+        kind = Unsupported if is_short else BadAnswer
+        raise kind(f"the answer has choices {numbers}; expected {params.n} with different indices from 0")
     for choice in choices:
         if choice.get("error"):
-            raise BadAnswer(f"choice {choice['index']} of the answer failed: {message_of(json.dumps(choice).encode())}")
-    if any(choice.get("finish_reason") == "content_filter" for choice in choices):
+            reason = Reply.parse(500, {}, json.dumps(choice["error"]).encode()).message
+            raise BadAnswer(f"choice {choice['index']} of the answer failed: {reason}")
+    ends: list[tuple[dict[str, Any], FinishReason | None]]
+    ends = [(choice, _reason(choice, answer, params)) for choice in choices]
+    if any(reason is None for _, reason in ends):
         return failed(request, RowError.CONTENT_FILTER, "the server's content filter ended the answer")
     if refusal := next(filter(None, map(_refusal, choices)), ""):
         return failed(request, RowError.REFUSED, refusal)
-    samples = [_sample(choice, request, has_tools) for choice in choices]
+    samples = [_sample(choice, reason, request, has_tools) for choice, reason in ends if reason is not None]
     if any(_is_unconstrained(sample, request.params) for sample in samples):
         return failed(request, RowError.GRAMMAR_ERROR, _UNCONSTRAINED)
     return with_usage(samples, answer, request)
 
 
+def _reason(choice: dict[str, Any], answer: dict[str, Any], params: SamplingParams) -> FinishReason | None:
+    """Return why a choice ended; None for a filter. Some servers leave it out: then its length shows it."""
+    given = choice.get("finish_reason")
+    if given is None:
+        usage = usage_of(answer, is_embedding=False)
+        is_full = usage is not None and usage.generated_tokens >= params.max_tokens * params.n
+        return "length" if is_full else "stop"
+    name = str(given).lower().partition(":")[0]
+    if name not in _REASONS:
+        raise BadAnswer(f"the answer ended with finish_reason {given!r}")
+    return _REASONS[name]
+
+
 def _refusal(choice: dict[str, Any]) -> str:
     """Return the sentence with which the model refuses to answer; empty if it answers."""
     message = choice.get("message") or {}
-    return "" if message.get("content") or not message.get("refusal") else _text(str(message["refusal"]).encode())
+    return "" if message.get("content") or not message.get("refusal") else one_line(str(message["refusal"]))
 
 
 def _is_unconstrained(sample: Completion, params: SamplingParams) -> bool:
@@ -172,18 +101,17 @@ def _is_unconstrained(sample: Completion, params: SamplingParams) -> bool:
         return False
 
 
-def _sample(choice: dict[str, Any], request: EndpointRequest, has_tools: bool) -> Completion:
-    reason = _REASONS.get(choice["finish_reason"])
-    if reason is None:
-        raise BadAnswer(f"the answer ended with finish_reason {choice['finish_reason']!r}")
+def _sample(choice: dict[str, Any], reason: FinishReason, request: EndpointRequest, has_tools: bool) -> Completion:
     message = choice.get("message")
-    text = choice["text"] if message is None else message.get("content") or ""
-    calls = None if message is None else message.get("tool_calls") or None
+    text, thoughts = _texts(choice["text"] if message is None else message.get("content"))
+    calls: list[dict[str, Any]] | None = None if message is None else message.get("tool_calls") or None
+    if calls is None and message is not None and message.get("function_call"):
+        calls = [{"type": "function", "function": message["function_call"]}]  # OpenAI's form before tool calls
     if calls and not has_tools:
         raise BadAnswer("the answer calls a tool, and server.extra_body has no tools")
     reasoning = None
     if message is not None and request.params.reasoning is not None:
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        reasoning = message.get("reasoning_content") or message.get("reasoning") or thoughts or None
     if not isinstance(text, str) or not isinstance(reasoning, str | None):
         raise BadAnswer("the answer's text is not a string")
     text, reasoning = _valid(text), reasoning and _valid(reasoning)
@@ -205,8 +133,22 @@ def _sample(choice: dict[str, Any], request: EndpointRequest, has_tools: bool) -
         len(request.prompt_token_ids),
         logprobs=logprobs,
         reasoning=reasoning or None,
-        tool_calls=calls and _valid(json.dumps([_call(call) for call in calls], ensure_ascii=False)),
+        tool_calls=None if calls is None else _valid(json.dumps([_call(call) for call in calls], ensure_ascii=False)),
     )
+
+
+def _texts(content: object) -> tuple[object, str]:
+    """Return the text of a message's content, and its thoughts: the content may be a list of parts of both."""
+    if not isinstance(content, list):
+        return content or "", ""
+    texts, thoughts = [], []
+    for part in content:
+        if isinstance(part, dict) and part.get("type") == "thinking":
+            thought = part.get("thinking") or ""
+            thoughts.append(str(_texts(thought)[0]) if isinstance(thought, list) else thought)
+        else:
+            texts.append(part["text"])
+    return "".join(texts), "".join(thoughts)
 
 
 def _call(call: dict[str, Any]) -> dict[str, Any]:
@@ -283,91 +225,14 @@ def _split(total: int, weights: Sequence[int]) -> list[int]:
 
 def _embedding(answer: dict[str, Any], request: EndpointRequest) -> Completion:
     (one,) = answer["data"]
-    vector, length = np.array(one["embedding"], dtype=np.float32), request.body["dimensions"]
+    given, length = one["embedding"], request.body["dimensions"]
+    if isinstance(given, str):
+        vector = np.frombuffer(base64.b64decode(given, validate=True), dtype="<f4")
+    else:
+        vector = np.array(given, dtype=np.float32)
+        vector = vector[0] if vector.shape == (1, length) else vector  # llama.cpp
     if vector.shape != (length,) or not np.isfinite(vector).all():
         raise Unsupported(f"the vector has shape {vector.shape}; expected {length} finite numbers (task.dimensions)")
     usage = usage_of(answer, is_embedding=True)
     count = len(request.prompt_token_ids) if usage is None else usage.prompt_tokens
     return Completion(request.row_id, [], "", "stop", count, result=VectorResult(vector))
-
-
-class StreamedAnswer:
-    """An answer that arrives in pieces, assembled to the form of one that arrives at once."""
-
-    def __init__(self) -> None:
-        self._choices: dict[int, dict[str, Any]] = {}
-        self._answer: dict[str, Any] = {}
-        self._is_complete = False
-
-    @property
-    def has_failed(self) -> bool:
-        """True if the server reported an error in a piece; nothing useful follows it."""
-        return "error" in self._answer
-
-    def add(self, line: bytes) -> int:
-        """Add a line of server-sent events. Return the number of pieces of text in it. Raises BadAnswer."""
-        if not line.startswith(b"data:"):
-            return 0
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            self._is_complete = True
-            return 0
-        try:
-            piece = json.loads(data)
-        except ValueError:
-            raise BadAnswer(f"a piece of the answer is not JSON: {_text(data)}") from None
-        try:
-            return self._add_piece(piece)
-        except (TypeError, AttributeError) as error:
-            raise BadAnswer(f"a piece of the answer has an unexpected form ({error}): {_text(data)}") from None
-
-    def _add_piece(self, piece: dict[str, Any]) -> int:
-        self._answer |= {key: piece[key] for key in ("model", "usage", "error") if piece.get(key)}
-        choices = piece.get("choices") or []
-        for choice in choices:
-            self._add_choice(choice)
-        return len(choices)
-
-    def _add_choice(self, choice: dict[str, Any]) -> None:
-        index, delta = choice.get("index", 0), choice.get("delta")
-        whole = self._choices.setdefault(index, {"index": index, "finish_reason": None})
-        if choice.get("finish_reason"):
-            if whole["finish_reason"] is not None:
-                whole["error"] = "it ended twice"  # the usage may still arrive
-            whole["finish_reason"] = choice["finish_reason"]
-        if choice.get("error"):
-            whole["error"] = choice["error"]
-        if delta is None:
-            whole["text"] = whole.get("text", "") + (choice.get("text") or "")
-        else:
-            message = whole.setdefault("message", {})
-            for key in ("content", "refusal", "reasoning_content", "reasoning"):
-                if delta.get(key):
-                    message[key] = message.get(key, "") + delta[key]
-            for call in delta.get("tool_calls") or ():
-                if not _add_call(message.setdefault("tool_calls", []), call):
-                    whole["error"] = "it has two tool calls with the same index"
-        if given := choice.get("logprobs"):
-            merged = whole.setdefault("logprobs", {key: [] for key in given if isinstance(given[key], list)})
-            for key in merged:
-                merged[key] += given.get(key) or []
-
-    def raw(self) -> bytes:
-        """Return the answer as the body of one that arrives at once. Raises BadAnswer if it is cut off."""
-        if not (self._is_complete or self.has_failed):
-            raise BadAnswer("the answer was cut off")
-        return json.dumps({**self._answer, "choices": list(self._choices.values())}).encode()
-
-
-def _add_call(calls: list[dict[str, Any]], piece: dict[str, Any]) -> bool:
-    """Add a piece of a tool's call: the first piece has its id and name, each one some of its arguments. Return False
-    if its index is another call's."""
-    index = piece.get("index", 0)
-    call = next((call for call in calls if call["index"] == index), None)
-    if call is None:
-        calls.append({**piece, "index": index})
-        return True
-    function, more = call.setdefault("function", {}), (piece.get("function") or {}).get("arguments")
-    if more:
-        function["arguments"] = (function.get("arguments") or "") + more
-    return piece.get("id") in (None, "", call.get("id"))

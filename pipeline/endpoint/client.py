@@ -6,37 +6,39 @@ import json
 import re
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 import aiohttp
 
-from pipeline.endpoint.answer import (
-    BadAnswer,
-    OtherModel,
-    Overloaded,
-    Rejected,
-    StreamedAnswer,
-    Unsupported,
-    completion_of,
-    message_of,
-)
-from pipeline.endpoint.body import NEUTRAL, probe_body
+from pipeline.endpoint.answer import completion_of
+from pipeline.endpoint.body import MAX_SEED, NEUTRAL, probe_body
+from pipeline.endpoint.connection import open_session, proxy_of
+from pipeline.endpoint.errors import OVERLOADED, BadAnswer, OtherModel, Overloaded, Rejected, Reply, Unsupported
 from pipeline.endpoint.meter import Bill, Meter, Reservation, usage_of
 from pipeline.endpoint.spec import PATHS, EndpointConfig, EndpointRequest, base_url
+from pipeline.endpoint.stream import StreamedAnswer
 from pipeline.endpoint.window import Window
-from pipeline.engine.params import Completion, SamplingParams
-from pipeline.errors import ConfigError
+from pipeline.engine.params import Completion
+from pipeline.engine.samples import with_samples
+from pipeline.errors import ConfigError, EnvironmentFailed, PipelineError
 from pipeline.machine.host import now_us
 from pipeline.stores.redaction import redacted, shown_url
 
 PROBE_TIMEOUT_S = 60.0
-CONNECT_TIMEOUT_S = 30.0
+MAX_REDIRECTS = 5
 # Names by vLLM, SGLang and llama.cpp
 _RUNNING = r"vllm:num_requests_running|sglang:num_running_reqs|llamacpp:requests_processing"
 _WAITING = r"vllm:num_requests_waiting|sglang:num_queue_reqs|llamacpp:requests_deferred"
 _TOKENS = r"vllm:generation_tokens_total|sglang:generation_tokens_total|llamacpp:tokens_predicted_total"
+_NEVER_HEALS = (
+    aiohttp.ClientConnectorCertificateError,
+    aiohttp.ClientConnectorDNSError,
+    aiohttp.ClientConnectorSSLError,
+    aiohttp.ClientHttpProxyError,
+    aiohttp.InvalidURL,
+)
 _GAUGES = tuple(re.compile(rf"^(?:{names})(?:\{{.*\}})? (\S+)", re.M) for names in (_RUNNING, _WAITING, _TOKENS))
 
 
@@ -46,6 +48,23 @@ class Disconnected(Exception):
 
 class NotSent(Disconnected):
     """There was no connection to send the request."""
+
+
+class Unreachable(NotSent):
+    """There will be no connection: the host is unknown, its certificate is wrong, or a proxy refuses."""
+
+
+class _Refused(Exception):
+    """The server refuses the form of the first request."""
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Form of all requests: what a server may refuse, and rows can do without."""
+
+    streams: bool = False
+    counts_streams: bool = True  # with stream_options
+    splits_samples: bool = False  # into requests of one
 
 
 class ModelNames:
@@ -76,11 +95,9 @@ class Client:
     """Client of one server. All methods run in one event loop."""
 
     def __init__(self, url: str, config: EndpointConfig, meter: Meter, names: ModelNames) -> None:
-        self._base, self._config, self._meter, self._names = base_url(url), config, meter, names
-        self.shown = shown_url(self._base)
-        parts = urlsplit(self._base)
-        self._root = f"{parts.scheme}://{parts.netloc}"
-        self._secrets = frozenset({config.api_key} if config.api_key else ())
+        self._config, self._meter, self._names = config, meter, names
+        self._use(url)
+        self._proxy = proxy_of(url)
         self.model = config.requested_model or ""
         self.version = ""
         self.accepts_ids = False
@@ -89,16 +106,13 @@ class Client:
         self.window = Window(config.max_concurrency, time.monotonic())
         self.progress_s = time.monotonic()  # when a token was last generated, or the server had nothing to do
         self._tokens: float | None = None  # generated in all, by the server's own count
-        self._streams = False  # without that count, the pieces of answers show progress
+        self._form = _Form()
+        self.refusal = ""  # the last answer of an overloaded server
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        key = self._config.api_key
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            headers={"Authorization": f"Bearer {key}"} if key else None,
-        )
+        key = {"Authorization": f"Bearer {self._config.api_key}"} if self._config.api_key else {}
+        self._session = open_session({**key, **self._config.headers})
 
     async def close(self) -> None:
         if self._session is not None:
@@ -112,9 +126,8 @@ class Client:
             if not self.model:
                 self.model = await self._only_model()
             await self.read_gauges()
-            self._streams = self._tokens is None and config.route != "embedding"
             first = self._first_request()
-            await self._answer_to(first)
+            await self._find_form(first)
             if config.route != "embedding":
                 await self._find_accepted(first)
             self.version = await self._find_version()
@@ -125,11 +138,14 @@ class Client:
         async with self._probing():
             await self._answer_to(self._first_request())
 
-    def rejects_all(self, rejected: Rejected) -> ConfigError:
+    def rejects_all(self, rejected: Rejected) -> PipelineError:
         """Return the error for a rejection of all requests, with the key of the job file that may be wrong."""
         status = rejected.status
-        key = "api_key" if status in (401, 402, 403) else "model" if self._config.serve else "url"
-        return ConfigError(f"server.{key}: {self.shown} rejects all requests: status {status}: {rejected}")
+        reason = f"{self.shown} rejects all requests: status {status}: {rejected}"
+        if rejected.is_unpaid:
+            return EnvironmentFailed(reason)
+        key = "api_key" if status in (401, 403) else "model" if self._config.serve else "url"
+        return ConfigError(f"server.{key}: {reason}")
 
     @contextlib.asynccontextmanager
     async def _probing(self) -> AsyncIterator[None]:
@@ -138,8 +154,8 @@ class Client:
                 yield
         except TimeoutError:
             raise Disconnected(f"no answer in {PROBE_TIMEOUT_S:.0f} s") from None
-        except Unsupported as error:
-            raise ConfigError(f"server: {self.shown}: the first request failed: {error}") from None
+        except (Unsupported, _Refused) as error:
+            raise ConfigError(f"server: {self.shown}: the first request failed: {error}{self._remedy(error)}") from None
         except Rejected as error:
             raise self.rejects_all(error) from None
 
@@ -155,13 +171,17 @@ class Client:
             self.progress_s = sent_s
         self.num_open += 1
         try:
-            done, first_us = await self._exchange(request, bill)
+            if self._form.splits_samples and request.params.n > 1:
+                done, first_us = await self._exchange_samples(request, bill)
+            else:
+                done, first_us = await self._exchange(request, bill)
             now_s = self.progress_s = time.monotonic()
             self.window.answered(now_s, done.num_prompt_tokens + done.num_generated_tokens, self.num_open)
             times = {"queued_us": added_us, "first_token_us": first_us, "last_token_us": now_us()}
             return replace(done, **times, samples=tuple(replace(sample, **times) for sample in done.samples))
         except Overloaded as rejected:
             self.num_rejected += 1
+            self.refusal = str(rejected)
             self.window.overloaded(time.monotonic(), sent_s, rejected.wait_s, self.num_open)
             raise
         finally:
@@ -170,7 +190,7 @@ class Client:
     async def read_gauges(self) -> None:
         """Read /metrics, where it exists, for the window and for progress."""
         try:
-            status, raw = await self._get(f"{self._root}/metrics")
+            status, _, raw = await self._get(f"{self._root}/metrics")
         except Disconnected:
             return
         if status != 200:
@@ -192,43 +212,95 @@ class Client:
         body = {"model": self.model, **self._defaults, **request.body}
         if self.accepts_ids and request.prompt_token_ids:
             body["prompt"] = list(request.prompt_token_ids)
-        if self._streams:
-            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        if self._form.streams:
+            body |= {"stream": True, "stream_options": {"include_usage": True} if self._form.counts_streams else None}
         body |= self._config.extra_body
+        if not body.get("stream"):
+            body.pop("stream_options", None)
         return {name: value for name, value in body.items() if value is not None}
 
+    def _use(self, url: str) -> None:
+        self._base, self._query = base_url(url)
+        self.shown = shown_url(self._base)
+        parts = urlsplit(self._base)
+        self._root = f"{parts.scheme}://{parts.netloc}"
+
     def _first_request(self) -> EndpointRequest:
-        params = SamplingParams(max_tokens=1, logprobs=self._config.logprobs)
+        params = replace(self._config.params, max_tokens=1, min_tokens=0)
         return EndpointRequest(None, probe_body(self._config.route, params, self._config.dimensions), params)
 
+    async def _find_form(self, first: EndpointRequest) -> None:
+        """Send the first request as rows are sent. Leave out what the server refuses and rows can do without."""
+        # Without the server's own count of tokens, the pieces of answers show progress.
+        streams = self._tokens is None and self._config.route != "embedding"
+        forms = [_Form(True), _Form(True, False), _Form()] if streams else [_Form()]
+        if first.params.n > 1:
+            forms += [replace(form, splits_samples=True) for form in forms]
+        refused: Exception | None = None
+        for self._form in forms:
+            try:
+                await self._answer_to(_single(first, 0) if self._form.splits_samples else first)
+            except (_Refused, Unsupported) as error:
+                refused = refused or error
+                continue
+            if refused is not None:
+                left_out = ["stream"] if streams and not self._form.streams else []
+                left_out += ["stream_options"] if self._form.streams and not self._form.counts_streams else []
+                left_out += ["n"] if self._form.splits_samples else []
+                print(f"{self.shown} refuses {' and '.join(left_out)}, so rows are sent without: {refused}", flush=True)
+            return
+        self._form = forms[0]
+        assert refused is not None
+        raise refused
+
+    def _remedy(self, refused: Exception) -> str:
+        """Return how to leave out the fields of a request that the message of its refusal names."""
+        sent, text = self._body(self._first_request()), str(refused)
+        names = [name for name in sent if name not in ("model", "messages", "prompt", "input")]
+        named = {name: "null" for name in names if re.search(rf"\b{re.escape(name)}\b", text)}
+        if "max_tokens" in named and "max_completion_tokens" in text:
+            named["max_completion_tokens"] = str(self._config.params.max_tokens)
+        fields = ", ".join(f"{name}: {value}" for name, value in named.items())
+        return f". To send requests without: server.extra_body: {{{fields}}}" if named else ""
+
     async def _answer_to(self, request: EndpointRequest) -> None:
-        """Send a request that is no row, and check its answer."""
+        """Send a request that is no row, and check its answer. Raises _Refused if it is an error."""
         done, _ = await self._exchange(request, self._meter.open(self.reservation(request)))
         if done.error is not None:
-            raise ConfigError(f"server: {self.shown}: the first request failed: {done.error_message}")
+            raise _Refused(done.error_message)
+
+    async def _exchange_samples(self, request: EndpointRequest, bill: Bill) -> tuple[Completion, int]:
+        """Send a request for each sample, to a server that computes one at a time."""
+        bills = bill.split(request.params.n)
+        each = [self._exchange(_single(request, index), part) for index, part in enumerate(bills)]
+        ended = await asyncio.gather(*each, return_exceptions=True)  # answers that arrive are read, since they are paid
+        found = [one for one in ended if not isinstance(one, BaseException)]
+        if error := next((one for one in ended if isinstance(one, BaseException)), None):
+            raise error
+        failed = next((done for done, _ in found if done.error is not None), None)
+        return failed or with_samples([done for done, _ in found]), min(first_us for _, first_us in found)
 
     async def _exchange(self, request: EndpointRequest, bill: Bill) -> tuple[Completion, int]:
         """Send a request. Return its completion, and when its first token came. Its tokens are counted before the
         answer is judged. Messages that quote the server do not show the key."""
         try:
-            status, headers, raw, first_us = await self._post(self._body(request))
+            reply, first_us = await self._post(self._body(request))
         except NotSent:
             bill.void()
             raise
         except BaseException as error:  # also if it is cancelled
             bill.lose(str(error) or "given up")
             raise
-        answer = _parsed(raw)
-        if (usage := usage_of(answer, self._config.route == "embedding")) is not None:
+        if (usage := usage_of(reply.value, self._config.route == "embedding")) is not None:
             bill.pay(usage)
-        elif status == 200:
+        elif reply.is_success:
             bill.lose("the answer has no usage")
         else:
             bill.void()
         try:
-            if status == 200:
-                self._names.check(answer, self.shown)
-            done = completion_of(status, headers, raw, request, self._config.has_tools)
+            if reply.is_success:
+                self._names.check(reply.value, self.shown)
+            done = completion_of(reply, request, self._config.has_tools)
         except (Overloaded, BadAnswer, Rejected, OtherModel) as error:
             error.args = (self._redacted(error),)
             raise
@@ -248,18 +320,22 @@ class Client:
     async def _accepts(self, first: EndpointRequest, body: Mapping[str, Any]) -> bool:
         try:
             await self._answer_to(replace(first, body=body))
-        except (ConfigError, BadAnswer):
+        except (_Refused, BadAnswer):
             return False
         return True
 
     async def _only_model(self) -> str:
-        status, raw = await self._get(f"{self._base}/models")
+        reply = Reply.parse(*await self._get(f"{self._base}/models{self._query}"))
+        status, message = reply.status, self._redacted(reply.message)
         if status in (401, 403, 404):
-            raise Rejected(status, self._redacted(message_of(raw)))
+            raise Rejected(status, message)
         try:
-            names = [str(model["id"]) for model in json.loads(raw)["data"]]
-        except (ValueError, KeyError, TypeError):
-            raise BadAnswer(self._redacted(f"{self.shown}/models: status {status}: {message_of(raw)}")) from None
+            listed = reply.value["data"] if isinstance(reply.value, dict) else reply.value
+            names = [str(model["id"]) for model in listed]  # type: ignore[union-attr]
+        except (KeyError, TypeError):
+            if status in OVERLOADED:
+                raise Overloaded(f"{self.shown}/models: status {status}: {message}") from None
+            raise BadAnswer(f"{self.shown}/models: status {status}: {message}") from None
         if len(names) != 1:
             found = ", ".join(names[:20]) or "none"
             raise ConfigError(f"server.model: required, since {self.shown} has {len(names)} models: {found}")
@@ -269,7 +345,7 @@ class Client:
         """Return the server's version; empty if it shows none."""
         for path in ("/version", "/get_server_info", "/props"):
             try:
-                status, raw = await self._get(f"{self._root}{path}")
+                status, _, raw = await self._get(f"{self._root}{path}")
                 found = json.loads(raw) if status == 200 else None
             except (ValueError, Disconnected):
                 continue
@@ -277,46 +353,81 @@ class Client:
                 return str(version)[:100]
         return ""
 
-    async def _post(self, body: Mapping[str, Any]) -> tuple[int, Mapping[str, str], bytes, int]:
-        """Return status, headers and body of an answer, and when its first token came."""
-        assert self._session is not None
-        try:
-            async with self._session.post(self._base + PATHS[self._config.route], json=body) as response:
-                if not body.get("stream") or response.status != 200 or "event-stream" not in response.content_type:
-                    raw = await response.read()
-                    return response.status, response.headers, raw, now_us()
-                answer, first_us = StreamedAnswer(), 0
-                async for line in response.content:
-                    if answer.add(line):
-                        first_us, self.progress_s = first_us or now_us(), time.monotonic()
-                    if answer.has_failed:
-                        break
-                return response.status, response.headers, answer.raw(), first_us or now_us()
-        except BadAnswer as error:
-            raise BadAnswer(self._redacted(error)) from None
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise NotSent(self._redacted(f"{type(error).__name__}: {error}")) from None
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            raise Disconnected(self._redacted(f"{type(error).__name__}: {error}")) from None
+    async def _post(self, body: Mapping[str, Any]) -> tuple[Reply, int]:
+        """Return an answer, and when its first token came."""
+        for _ in range(MAX_REDIRECTS):
+            url = self._base + PATHS[self._config.route] + self._query
+            limit = asyncio.timeout(self._config.request_timeout_s)
+            try:
+                async with limit:
+                    found = await self._post_to(url, body, limit)
+            except BadAnswer as error:
+                raise BadAnswer(self._redacted(error)) from None
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                if limit.expired():
+                    raise Disconnected(
+                        f"no answer within {self._config.request_timeout_s:g} s (server.request_timeout), or no next "
+                        f"piece of it within {self._config.stall_timeout_s:g} s (run.stall_timeout)"
+                    ) from None
+                raise self._lost(error) from None
+            if not isinstance(found, str):
+                return found
+            if urlsplit(found).hostname != urlsplit(url).hostname:  # it would receive the key
+                raise Rejected(308, f"it redirects to {shown_url(found)}")
+            self._use(found)
+        raise Rejected(308, f"it redirects more than {MAX_REDIRECTS} times")
 
-    async def _get(self, url: str) -> tuple[int, bytes]:
+    async def _post_to(self, url: str, body: Mapping[str, Any], limit: asyncio.Timeout) -> "tuple[Reply, int] | str":
+        """Return an answer and when its first token came, or the url to which the server redirects."""
+        assert self._session is not None
+        async with self._session.post(url, json=body, proxy=self._proxy, allow_redirects=False) as response:
+            status, headers = response.status, response.headers
+            if status in (301, 302, 307, 308) and "Location" in headers:
+                return urljoin(url, headers["Location"])
+            is_stream = body.get("stream") and status == 200
+            if not is_stream or "event-stream" not in response.content_type:
+                raw = await response.read()
+                if is_stream and raw.lstrip().startswith((b"data:", b"event:", b":")):  # as another type
+                    answer = StreamedAnswer()
+                    for line in raw.splitlines():
+                        answer.add(line)
+                    return Reply(status, headers, answer.answer()), now_us()
+                return Reply.parse(status, headers, raw), now_us()
+            answer, first_us, loop = StreamedAnswer(), 0, asyncio.get_running_loop()
+            async for line in response.content:
+                if answer.add(line):
+                    first_us, self.progress_s = first_us or now_us(), time.monotonic()
+                    limit.reschedule(loop.time() + self._config.stall_timeout_s)
+                if answer.has_failed:
+                    break
+            return Reply(status, headers, answer.answer()), first_us or now_us()
+
+    async def _get(self, url: str) -> tuple[int, Mapping[str, str], bytes]:
         assert self._session is not None
         try:
-            async with self._session.get(url) as response:
-                return response.status, await response.read()
+            async with self._session.get(url, proxy=self._proxy) as response:
+                return response.status, response.headers, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise Disconnected(self._redacted(f"{type(error).__name__}: {error}")) from None
+            raise self._lost(error) from None
+
+    def _lost(self, error: Exception) -> Disconnected:
+        """Return the reason why a request has no answer."""
+        text = self._redacted(f"{type(error).__name__}: {error}")
+        if isinstance(error, _NEVER_HEALS) or (isinstance(error, aiohttp.ClientResponseError) and not error.history):
+            return Unreachable(text)
+        was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
+        return Disconnected(text) if was_sent else NotSent(text)
 
     def _redacted(self, text: object) -> str:
-        return redacted(str(text), self._secrets)
+        return redacted(str(text), self._config.secrets)
 
 
-def _parsed(raw: bytes) -> object:
-    """Return the value of a body; None if it is not JSON."""
-    try:
-        return json.loads(raw)
-    except ValueError:
-        return None
+def _single(request: EndpointRequest, index: int) -> EndpointRequest:
+    """Return the request for one of a row's samples, each with a seed of its own."""
+    body = {name: value for name, value in request.body.items() if name != "n"}
+    if "seed" in body:
+        body["seed"] = (body["seed"] + index) % MAX_SEED
+    return replace(request, body=body, params=replace(request.params, n=1))
 
 
 def _sum(values: list[str]) -> float | None:

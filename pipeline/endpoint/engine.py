@@ -15,9 +15,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.endpoint.answer import BadAnswer, OtherModel, Overloaded, Rejected, failed
-from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames
-from pipeline.endpoint.meter import NANO_USD, Bill, Meter
+from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames, Unreachable
+from pipeline.endpoint.errors import BadAnswer, OtherModel, Overloaded, Rejected, failed
+from pipeline.endpoint.meter import NANO_USD, Bill, Meter, Reservation
+from pipeline.endpoint.pace import Pace
 from pipeline.endpoint.server import Server, alone, command_of, free_port
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
 from pipeline.engine.params import Completion
@@ -29,7 +30,11 @@ GATHER_S = 0.005  # after an answer, for others that arrive at about the same ti
 PROBE_S = 1.0  # between probes while no server is up
 LOOK_S = 0.5  # between reads of the servers' gauges
 RETRY_S = 0.5  # before a failed request is sent again; doubles with each try
-MAX_TRIES = 5
+MAX_RETRY_S = 30.0
+PROBES = 5  # of a server after its failure, and at the start if no wait is likely to help
+MAX_REFUSED_S = 600.0  # of a row that a server refuses for load again and again, while it answers others
+MANY_OTHERS = 100
+MAX_PAUSE = 5.0  # of a server, in stall timeouts: after six, the run ends
 REJOIN_S = 5.0  # between probes of a server that is down, while others work
 
 
@@ -38,6 +43,7 @@ class _WaitingRow:
     request: EndpointRequest
     added_us: int
     tries: int = 0
+    refused: tuple[float, int] | None = None  # when a server first refused it for load, and answers until then
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,7 @@ class _SentRow:
     client: Client
     row: _WaitingRow
     bill: Bill
+    reserved: Reservation
 
 
 class EndpointEngine:
@@ -68,6 +75,7 @@ class EndpointEngine:
         self._probes: dict[Callable[[], Awaitable[None]], asyncio.Task[str]] = {}  # of servers that work
         self._counts = dict.fromkeys(("num_steps", "batch_sum", "num_retries"), 0)
         self._meter = Meter(config.prices, config.has_budget)
+        self._pace = Pace(config.requests_per_minute, config.tokens_per_minute, time.monotonic())
         self._names = ModelNames(config)
         self._looked_s = 0.0
         self._server: Server | None = None
@@ -77,7 +85,7 @@ class EndpointEngine:
                 port = config.port or free_port()
                 command = command_of(config.serve, config.requested_model, port)
                 log(f"starting {command[0]}")
-                self._server = Server(command, port, frozenset({config.api_key} if config.api_key else ()))
+                self._server = Server(command, port, config.secrets)
                 urls: tuple[str, ...] = (self._server.url,)
             else:
                 urls = config.urls
@@ -110,6 +118,15 @@ class EndpointEngine:
             return 0.0
         reserved = [client.reservation(self._rows[0].request) for client in self._up]
         return max((self._meter.usd(each) for each in reserved if not self._meter.fits(each)), default=0.0)
+
+    @property
+    def waits_for(self) -> str:
+        """Reason why all servers pause; empty if one does not."""
+        now_s = time.monotonic()
+        pauses = [(client.window.paused_s(now_s), client) for client in self._up]
+        if not pauses or min(pause_s for pause_s, _ in pauses) < 1 or self._sends_no_more:
+            return ""
+        return "; ".join(f"{one.shown} pauses for {pause_s:,.0f} s: {one.refusal}" for pause_s, one in pauses)
 
     def warm_up(self) -> None:
         """Do nothing: the first token was computed already."""
@@ -193,34 +210,46 @@ class EndpointEngine:
         for client in self._clients:
             await client.open()
         deadline_s = time.monotonic() + self._config.start_timeout_s
+        hopeless = dict.fromkeys(self._clients, 0)  # tries that failed for a reason that no wait changes
         while True:
             try:
-                reasons = await asyncio.gather(*(self._join(client) for client in self._clients))
+                reasons = await asyncio.gather(*(self._join(client, hopeless) for client in self._clients))
             except OtherModel as error:
                 raise ConfigError(f"server: {error}") from None
             if self._up:
                 return
+            why = "; ".join(filter(None, reasons))
             if self._server is not None and self._server.has_ended:
                 raise EnvironmentFailed(f"The server ended while starting. Its last lines:\n{self._server.tail()}")
+            if self._server is None and min(hopeless.values()) >= PROBES:
+                raise ConfigError(f"server.url: {why}")
             if time.monotonic() >= deadline_s:
                 raise EnvironmentFailed(
-                    f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). "
-                    f"{'; '.join(filter(None, reasons))}"
+                    f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). {why}"
                 )
             line = self._server.last_line if self._server is not None else ""
-            self._log(line or f"waiting for a server: {'; '.join(filter(None, reasons))}")
+            self._log(line or f"waiting for a server: {why}")
             await asyncio.sleep(PROBE_S)
 
-    async def _join(self, client: Client) -> str:
-        """Probe a server, and use it if it answers. Return why it does not, or an empty text. Raises ConfigError and
-        OtherModel."""
+    async def _join(self, client: Client, hopeless: dict[Client, int]) -> str:
+        """Probe a server, and use it if it answers. Return why it does not, or an empty text. Raises ConfigError,
+        EnvironmentFailed and OtherModel."""
         try:
             await client.probe()
         except (Disconnected, Overloaded, BadAnswer) as error:
+            hopeless[client] = hopeless[client] + 1 if isinstance(error, Unreachable | BadAnswer) else 0
+            if isinstance(error, Overloaded) and self._is_too_long(error):
+                raise EnvironmentFailed(self._pauses_too_long(client, error)) from None
             return f"{client.shown}: {error}"
         if client not in self._up:
             self._up.append(client)
         return ""
+
+    def _is_too_long(self, error: Overloaded) -> bool:
+        return error.wait_s is not None and error.wait_s > MAX_PAUSE * self._config.stall_timeout_s
+
+    def _pauses_too_long(self, client: Client, error: Overloaded) -> str:
+        return f"{client.shown} accepts no request for {error.wait_s:,.0f} s: {error}. The same command continues then"
 
     # -- a step
 
@@ -245,11 +274,12 @@ class EndpointEngine:
         room = {client: client.window.size(now_s) - self._num_sent[client] for client in self._up}
         while self._rows and room and room[client := max(room, key=room.__getitem__)] > 0:
             reserved = client.reservation(self._rows[0].request)
-            if not self._meter.fits(reserved):
+            if not (self._pace.allows(now_s) and self._meter.fits(reserved)):
                 return
+            self._pace.sent(reserved.tokens, now_s)
             room[client] -= 1
             self._num_sent[client] += 1
-            sent = _SentRow(client, self._rows.popleft(), self._meter.open(reserved))
+            sent = _SentRow(client, self._rows.popleft(), self._meter.open(reserved), reserved)
             task = self._loop.create_task(self._compute(sent))
             self._tasks[task] = sent
             task.add_done_callback(self._task_ended)
@@ -257,6 +287,7 @@ class EndpointEngine:
     def _task_ended(self, task: "asyncio.Task[bool]") -> None:
         sent = self._tasks.pop(task)
         sent.bill.void()  # still open if it was cancelled before its first statement: nothing was sent
+        self._pace.settle(sent.reserved.tokens - sent.bill.tokens, time.monotonic())
         self._num_sent[sent.client] -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
@@ -276,9 +307,8 @@ class EndpointEngine:
         except OtherModel as error:
             self._stop(str(error))
             return False
-        except Overloaded:
-            self._loop.call_later(client.window.paused_s(time.monotonic()), self._launch)
-            return False
+        except Overloaded as error:
+            return await self._is_overloaded(client, row, error)
         except Disconnected as error:
             problem = await self._problem_of(client, client.probe)
             if problem and client in self._up and not self._sends_no_more:
@@ -305,17 +335,31 @@ class EndpointEngine:
         self._finish(failed(row.request, RowError.REJECTED, message))
         return True
 
+    async def _is_overloaded(self, client: Client, row: _WaitingRow, error: Overloaded) -> bool:
+        """Send the row again later. Return True if it has ended, since the server refuses no other row."""
+        now_s, num_answers = time.monotonic(), self._counts["num_steps"]
+        if self._is_too_long(error):
+            self._refuse(client, self._pauses_too_long(client, error))
+            return False
+        row.refused = row.refused or (now_s, num_answers)
+        since_s, before = row.refused
+        if now_s - since_s > MAX_REFUSED_S and num_answers - before > MANY_OTHERS:
+            row.refused = None
+            return await self._has_failed(client, row, str(error))
+        self._loop.call_later(client.window.paused_s(now_s), self._launch)
+        return False
+
     async def _has_failed(self, client: Client, row: _WaitingRow, reason: str) -> bool:
         """Count a failed try. Return True if it was the last one, False after a pause."""
         if self._sends_no_more:
             return False
         row.tries += 1
-        if row.tries == MAX_TRIES:
-            message = f"{client.shown}: each of {MAX_TRIES} tries failed; the last: {reason}"
+        if row.tries > self._config.max_retries:
+            message = f"{client.shown}: each of {row.tries} tries failed; the last: {reason}"
             self._finish(failed(row.request, RowError.SERVER_ERROR, message))
             return True
         self._counts["num_retries"] += 1
-        await asyncio.sleep(RETRY_S * 2 ** (row.tries - 1))
+        await asyncio.sleep(min(MAX_RETRY_S, RETRY_S * 2 ** (row.tries - 1)))
         return False
 
     def _finish(self, done: Completion) -> None:
@@ -389,7 +433,7 @@ class EndpointEngine:
 
     async def _probe_often(self, client: Client, probe: Callable[[], Awaitable[None]]) -> str:
         problem = ""
-        for _ in range(MAX_TRIES):
+        for _ in range(PROBES):
             problem = await self._probe(client, probe)
             if not problem or client not in self._up or self._sends_no_more:
                 break
@@ -403,7 +447,7 @@ class EndpointEngine:
             await probe()
         except (Disconnected, Overloaded, BadAnswer) as error:
             return f"{client.shown}: {error}"
-        except ConfigError as error:
+        except (ConfigError, EnvironmentFailed) as error:
             self._refuse(client, str(error))
             return str(error)
         except OtherModel as error:

@@ -7,7 +7,7 @@ its reservation, as unmetered.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 BYTES_PER_TOKEN = 2  # fewer than of most texts, so that the estimate is rather too high
@@ -53,17 +53,40 @@ class Reservation:
     generated_tokens: int
     estimate: int = 0
 
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.generated_tokens
+
 
 class Bill:
     """Bill of one request: open until it is paid, lost or void, whichever comes first."""
 
     def __init__(self, meter: "Meter", reserved: Reservation) -> None:
-        self._meter, self._reserved, self.is_open = meter, reserved, True
+        self._meter, self._reserved, self._is_open = meter, reserved, True
+        self._parts: list[Bill] = []
+        self._tokens = reserved.tokens
         meter._open(reserved, 1)
+
+    @property
+    def is_open(self) -> bool:
+        return self._is_open or any(part.is_open for part in self._parts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its answer; before it arrives, and if they are unknown, those reserved."""
+        return self._tokens + sum(part.tokens for part in self._parts)
+
+    def split(self, count: int) -> list["Bill"]:
+        """Return the bills of the requests that are sent instead, each for an equal share of the generated tokens."""
+        self.void()
+        share = replace(self._reserved, generated_tokens=self._reserved.generated_tokens // count)
+        self._parts = [Bill(self._meter, share) for _ in range(count)]
+        return self._parts
 
     def pay(self, usage: Usage) -> None:
         """Count the tokens of its answer."""
         if self._close():
+            self._tokens = usage.prompt_tokens + usage.generated_tokens
             self._meter._pay(usage, self._reserved)
 
     def lose(self, reason: str) -> None:
@@ -73,10 +96,11 @@ class Bill:
 
     def void(self) -> None:
         """Count nothing: the request was not sent, or was rejected."""
-        self._close()
+        if self._close():
+            self._tokens = 0
 
     def _close(self) -> bool:
-        was_open, self.is_open = self.is_open, False
+        was_open, self._is_open = self._is_open, False
         if was_open:
             self._meter._open(self._reserved, -1)
         return was_open

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from pipeline.engine.params import SamplingParams
 
 Route = Literal["chat", "completion", "embedding"]
+MIN_SECRET = 4  # characters; shorter texts occur in other words
 PATHS: dict[Route, str] = {"chat": "/chat/completions", "completion": "/completions", "embedding": "/embeddings"}
 
 
@@ -17,12 +18,15 @@ class EndpointConfig:
 
     requested_model: name of the model in requests; None: the only one that the server lists. route: of all requests.
     port: of a started server; None: a free one. max_concurrency: maximum open requests of one server. start_timeout_s:
-    time until the first answer. stall_timeout_s: maximum time without a generated token. extra_body: fields that are
-    added to each request; None removes a field. allow_control_tokens: send texts in which the server would parse
-    control tokens. logprobs, dimensions: options of the first request, so that a server without them fails at once.
-    expected_model, expected_version: those of the run that this one continues; None: a new output. accept_models: other
-    names of the model that answers may have. prices: of 1M tokens in USD, by `input`, `cached_input` and `output`;
-    empty: unknown. has_budget: rows are sent only within the engine's grants, at these prices.
+    time until the first answer. stall_timeout_s: maximum time without a generated token. request_timeout_s: maximum
+    time of an answer that does not arrive in pieces. max_retries: of a failed request. requests_per_minute,
+    tokens_per_minute: limits of all servers together; None: unlimited. headers: added to each request. extra_body:
+    fields that are added to each request; None removes a field. serve_secrets: values of variables in `serve`.
+    allow_control_tokens: send texts in which the server would parse control tokens. params, dimensions: options of the
+    first request, so that a server without them fails at once. expected_model, expected_version: those of the run that
+    this one continues; None: a new output. accept_models: other names of the model that answers may have. prices: of 1M
+    tokens in USD, by `input`, `cached_input` and `output`; empty: unknown. has_budget: rows are sent only within the
+    engine's grants, at these prices.
     """
 
     urls: tuple[str, ...] = ()
@@ -36,7 +40,13 @@ class EndpointConfig:
     max_concurrency: int = 1024
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     allow_control_tokens: bool = False
-    logprobs: int | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    request_timeout_s: float = 1800.0
+    max_retries: int = 4
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    serve_secrets: frozenset[str] = field(default=frozenset(), repr=False)
     dimensions: int = 0
     expected_model: str | None = None
     expected_version: str = ""
@@ -48,6 +58,12 @@ class EndpointConfig:
     def model(self) -> str:
         """Name of the model in messages."""
         return self.requested_model or "the server's model"
+
+    @property
+    def secrets(self) -> frozenset[str]:
+        """Texts that no message shows."""
+        found = {self.api_key or "", *self.headers.values(), *self.serve_secrets}
+        return frozenset(text for text in found if len(text) >= MIN_SECRET)
 
     @property
     def has_tools(self) -> bool:
@@ -69,7 +85,12 @@ class EndpointRequest:
     quality: None = None
 
 
-def base_url(url: str) -> str:
-    """Return a server's url with the path of its API: without a path, /v1 is added."""
-    plain = url.rstrip("/")
-    return plain if urlsplit(plain).path else f"{plain}/v1"
+def base_url(url: str) -> tuple[str, str]:
+    """Return a server's url with the path of its API, and its query. Without a path, /v1 is added; the path of a route
+    is cut."""
+    parts = urlsplit(url)
+    path = parts.path.rstrip("/")
+    for route in (*PATHS.values(), "/models"):
+        path = path.removesuffix(route)
+    path = path if parts.path.strip("/") else "/v1"
+    return urlunsplit((parts.scheme, parts.netloc, path, "", "")), f"?{parts.query}" if parts.query else ""

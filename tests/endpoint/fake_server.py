@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from tests.endpoint.dialects import DIALECTS, Dialect
+
 PIECE = re.compile(r"\s*\S+|\s+$")  # a token: a word and the space before it
 HTML = "<html><body>Welcome to the proxy</body></html>"
 CALL: dict[str, Any] = {"id": "call_1", "type": "function", "function": {"name": "weather"}}
@@ -53,6 +55,7 @@ class Behaviour:
     """Settings of a fake server. In `parse`, a fault is `True`, a dict of `Fault`'s fields, or its `kind`."""
 
     model: str = "fake-model"
+    dialect: str = ""  # of DIALECTS, for chats
     other_models: Sequence[str] = ()  # listed next to it
     api_key: str | None = None  # 401 without it, on /v1/ only
     metrics: bool = True  # False: /metrics is a 404
@@ -363,6 +366,7 @@ class FakeServer:
         self.num_answered = self.num_images = self.num_connections = self.num_generated = 0
         self.accepted, self.running = Gauge(), Gauge()  # the difference is waiting
         self.ledger = Ledger()
+        self.dialect = DIALECTS.get(self.behaviour.dialect, Dialect())
         self._slots = asyncio.Semaphore(self.behaviour.slots)
         self._ready = threading.Event()
 
@@ -387,10 +391,10 @@ class FakeServer:
     async def serve(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         app = web.Application(client_max_size=1 << 30)
-        for path in ("/health", "/version", "/metrics", "/v1/models"):
+        for path in ("/health", "/version", "/metrics", "/{prefix:.*}models"):
             app.router.add_get(path, self._get)
-        for path in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings"):
-            app.router.add_post(path, self._post)
+        for path in ("chat/completions", "completions", "embeddings"):
+            app.router.add_post("/{prefix:(.*/)?}" + path, self._post)
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         self._http: Any = runner.server
@@ -414,14 +418,15 @@ class FakeServer:
         model = self.behaviour.model
         if request.path == "/metrics" and self.behaviour.metrics:
             return web.Response(text=self._metrics())
-        if request.path == "/v1/models":
+        if request.path.endswith("models") and self.dialect.models is not None:
             names = (model, *self.behaviour.other_models)
             data = [{"id": name, "object": "model", "created": 0, "owned_by": "fake"} for name in names]
             refusal = self._unauthorized(request)
-            return web.json_response({"object": "list", "data": data}) if refusal is None else refusal
+            listed = self.dialect.models({"object": "list", "data": data})
+            return web.json_response(listed) if refusal is None else refusal
         if request.path == "/version":
             return web.json_response({"version": "0.33.0"})
-        return web.Response(status=404 if request.path == "/metrics" else 200)
+        return web.Response(status=200 if request.path == "/health" else 404)
 
     def _metrics(self) -> str:
         labels = f'{{engine="0",model_name="{self.behaviour.model}"}}'
@@ -433,6 +438,8 @@ class FakeServer:
         return "".join(f"# TYPE {name} {kind}\n{name}{labels} {value}.0\n" for name, kind, value in metrics)
 
     def _unauthorized(self, request: web.Request) -> web.Response | None:
+        if any(request.headers.get(name) != text for name, text in self.dialect.headers.items()):
+            return error_response(401, "Access denied due to invalid subscription key.", code="401")
         if self.behaviour.api_key in (None, request.headers.get("Authorization", "").removeprefix("Bearer ")):
             return None
         return error_response(401, "Incorrect API key provided.", code="invalid_api_key")
@@ -444,11 +451,23 @@ class FakeServer:
         self.num_images += received.num_images()
         if (refusal := self._unauthorized(request)) is not None:
             return refusal
+        if not request.path_qs.startswith(
+            f"{self.dialect.base.partition('/chat')[0]}/{'' if self.dialect.base else 'v1'}"
+        ):
+            return error_response(404, f"no route {request.path_qs}")
+        for name in self.dialect.refused:
+            if name in body:
+                status, answer = self.dialect.refusal(name)
+                return error_response(status, "", body=answer)
+        for name in self.dialect.ignored:
+            body.pop(name, None)
         if self.accepted.now >= self.behaviour.limit:
             text, retry_after = "Rate limit reached for requests", self.behaviour.limit_retry_after
             return error_response(429, text, retry_after, type="requests", code="rate_limit_exceeded")
         prompts, limit = received.prompts(), self.behaviour.too_long
         num_words = max(len(prompt.split()) for prompt in prompts)
+        if num_words > limit and self.behaviour.dialect:
+            return self._too_long(num_words, limit)
         if num_words > limit:
             return too_long_response(self.behaviour.too_long_style, num_words, limit, received.max_tokens or 0)
         faults = self.behaviour.active_faults("\n".join(prompts))
@@ -463,6 +482,9 @@ class FakeServer:
                 self.ledger.add(billed["prompt_tokens"], 0, billed["completion_tokens"])
             return error_response(fault.status, text, fault.retry_after, fault.body, type="server_error")
         samples = [] if "input" in body else received.samples(faults)
+        if self.dialect.reason != "stop":
+            ended = {"stop": self.dialect.reason}
+            samples = [one._replace(finish_reason=ended.get(one.finish_reason, one.finish_reason)) for one in samples]
         num_words, num_tokens = sum(len(prompt.split()) for prompt in prompts), sum(len(s.pieces) for s in samples)
         if "usage" in faults and faults["usage"].kind == "too_large":
             num_tokens = WRONG_COUNTS["too_large"]
@@ -471,6 +493,10 @@ class FakeServer:
             async with self._slots:
                 with self.running:
                     return await self._answer(request, received, samples, faults)
+
+    def _too_long(self, num_words: int, limit: int) -> web.Response:
+        assert self.dialect.too_long is not None
+        return error_response(self.dialect.too_long[0], "", body=self.dialect.too_long_body(num_words, limit))
 
     async def _answer(
         self, request: web.Request, received: Received, samples: list[Sample], faults: dict[str, Fault]
@@ -485,7 +511,7 @@ class FakeServer:
             pass
         if "html" in faults:
             return web.Response(text=HTML, content_type="text/html")
-        payload = json.dumps(whole).encode()
+        payload = json.dumps(self.dialect.whole(whole) if samples else whole).encode()
         if truncate is not None:
             headers = {"Content-Type": "application/json", "Content-Length": str(len(payload))}
             response = web.StreamResponse(headers=headers)
@@ -493,20 +519,22 @@ class FakeServer:
             await response.write(payload[: len(payload) // 2])
             return cut(request, response)
         self.num_answered += 1
-        return web.Response(body=payload, content_type="application/json")
+        return web.Response(body=payload, status=self.dialect.status, content_type="application/json")
 
     async def _stream(
         self, request: web.Request, received: Received, whole: Any, samples: list[Sample], truncate: Fault | None
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": self.dialect.content_type})
         await response.prepare(request)
+        if self.dialect.first:
+            await response.write(self.dialect.first)
         with_usage = (received.body.get("stream_options") or {}).get("include_usage")
         usage = whole.pop("usage", None)
         header = {**whole, "object": "chat.completion.chunk" if received.is_chat else "text_completion"}
 
         async def send(*choices: Any, usage: Any = None) -> None:
             chunk = {**header, "choices": choices, **({"usage": usage} if with_usage else {})}
-            await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+            await response.write(b"".join(self.dialect.events(chunk)))
 
         async for step in self._steps(samples):
             if truncate is not None and step == 1:
@@ -520,7 +548,8 @@ class FakeServer:
             await send(received.choice(item, slice(len(item.pieces), None), item.finish_reason, key="delta"))
         if with_usage and usage is not None:
             await send(usage=usage)
-        await response.write(b"data: [DONE]\n\n")
+        if self.dialect.last:
+            await response.write(self.dialect.last)
         self.num_answered += 1
         return response
 

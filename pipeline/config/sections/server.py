@@ -1,12 +1,20 @@
 """Section `server`."""
 
+import os
+import re
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from pipeline.config.environment import filled
 from pipeline.config.values import HIDDEN, IDENTITY, NUMERICS, ConfigSection, Duration, Switch, Text, Texts
 from pipeline.endpoint.spec import EndpointConfig
+
+_SECRET_FLAG = re.compile(r"-(key|token|secret|password)$", re.I)
+_SECRET_VALUE = re.compile(r"^(sk-|hf_|Bearer )")
 
 
 class ServerSection(ConfigSection):
@@ -43,6 +51,14 @@ class ServerSection(ConfigSection):
         examples=["${OPENAI_API_KEY}"],
         json_schema_extra=HIDDEN,
     )
+    headers: dict[Text, Text] = Field(
+        default={},
+        repr=False,
+        description="Headers of each request, such as `api-key` of Azure. Keys in them as environment variables: "
+        "${NAME}. Never logged.",
+        examples=[{"api-key": "${AZURE_KEY}"}],
+        json_schema_extra=HIDDEN,
+    )
     port: int | None = Field(
         default=None,
         ge=1,
@@ -55,6 +71,33 @@ class ServerSection(ConfigSection):
         description="Maximum time until a server generates its first token.",
         examples=["10 min"],
         json_schema_extra={"default": "30 min"},
+    )
+    request_timeout: Annotated[Duration, Field(gt=0)] = Field(
+        default=1800.0,
+        description="Maximum time of an answer. Of one that arrives in pieces: until the first one; the next ones may "
+        "each take run.stall_timeout.",
+        examples=["10 min"],
+        json_schema_extra={"default": "30 min"},
+    )
+    max_retries: int = Field(
+        default=4,
+        ge=0,
+        le=100,
+        description="Maximum number of times that a failed request is sent again. Requests that a server refuses for "
+        "load are not counted.",
+        examples=[8],
+    )
+    requests_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum rate of requests to all urls together. Default: as many as they accept.",
+        examples=[500],
+    )
+    tokens_per_minute: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum rate of tokens of prompts and answers, of all urls together. Default: unlimited.",
+        examples=[200_000],
     )
     extra_body: dict[str, Any] = Field(
         default={},
@@ -77,8 +120,8 @@ class ServerSection(ConfigSection):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError("expected http://HOST:PORT/v1 or https://HOST/v1")
-            if "@" in parts.netloc or parts.query:
-                raise ValueError("a url cannot contain a user, a password or a query; use api_key")
+            if "@" in parts.netloc:
+                raise ValueError("a url cannot contain a user or a password; use api_key or headers")
         return urls
 
     @field_validator("api_key")
@@ -90,19 +133,53 @@ class ServerSection(ConfigSection):
             raise ValueError("expected printable ASCII characters without spaces; is it another file's content?")
         return key
 
+    @field_validator("headers")
+    @classmethod
+    def _fit_http(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, text in headers.items():
+            if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+                raise ValueError(f"{name!r} is no name of a header")
+            if not (text.strip().isascii() and text.strip().isprintable()):
+                raise ValueError(f"{name}: expected printable ASCII characters")
+        return {name: text.strip() for name, text in headers.items()}
+
+    @field_validator("serve")
+    @classmethod
+    def _has_no_secret(cls, serve: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        """Refuse keys: the command is recorded in the output."""
+        for before, part in pairwise(("", *(serve or ()))):
+            flag, _, value = part.partition("=") if part.startswith("-") else (before, "", part)
+            is_secret = _SECRET_FLAG.search(flag) if flag.startswith("-") and value else None
+            if (is_secret or _SECRET_VALUE.search(value)) and "${" not in value:
+                raise ValueError(
+                    f"the value of {flag} looks like a secret, and the command is recorded in the output. Write it as "
+                    "an environment variable, such as ${API_KEY}, which is filled in when the server starts"
+                )
+        return serve
+
     @model_validator(mode="after")
     def _one_source(self) -> "ServerSection":
         if (self.url is None) == (self.serve is None):
             raise ValueError("expected one of url and serve")
         if self.port is not None and self.serve is None:
             raise ValueError("port needs serve; a url has its own port")
+        if self.serve is not None and (self.requests_per_minute or self.tokens_per_minute):
+            raise ValueError("requests_per_minute and tokens_per_minute need url; a server of the run has no limits")
         return self
 
-    def config(self, **options: Any) -> EndpointConfig:
-        """Return the engine's config. options: other fields of `EndpointConfig`."""
+    def config(self, environ: Mapping[str, str] = os.environ, **options: Any) -> EndpointConfig:
+        """Return the engine's config. environ: values for `${NAME}` in `serve`, which is recorded without them.
+        options: other fields of `EndpointConfig`."""
+        serve, values = filled(self.serve or (), environ)
         return EndpointConfig(
             urls=self.url or (),
-            serve=self.serve or (),
+            serve=serve,
+            headers=self.headers,
+            request_timeout_s=self.request_timeout,
+            max_retries=self.max_retries,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            serve_secrets=values,
             requested_model=self.model,
             port=self.port,
             api_key=self.api_key,

@@ -197,6 +197,7 @@ class Worker:
                 at_rest=self._supervisor.at_rest(),
                 resolved=self._supervisor.resolved,
                 loading=self._supervisor.loading,
+                waits_for=self._supervisor.waits_for,
                 report_number=self._num_reports,
             )
 

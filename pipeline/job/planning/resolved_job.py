@@ -92,7 +92,7 @@ class ResolvedJob:
             route="embedding" if self.task is not None else "completion" if self.prompt.chat is None else "chat",
             max_concurrency=self.config.engine.max_num_seqs or EndpointConfig.max_concurrency,
             stall_timeout_s=self.config.run.stall_timeout,
-            logprobs=self.params.logprobs,
+            params=self.params,
             dimensions=self.task_section.dimensions or 0,
         )
 

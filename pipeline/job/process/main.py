@@ -68,6 +68,8 @@ class EngineProtocol(Protocol):
 class PaidEngine(Protocol):
     """Engine whose requests cost money each: `EndpointEngine`."""
 
+    @property
+    def waits_for(self) -> str: ...
     def grant(self, usd: float) -> None: ...
     def abandon(self) -> None: ...
 
@@ -91,7 +93,7 @@ def serve(
         counters["quality_us"] = counters.get("quality_us", 0) + quality_us
         if meter is not None:
             counters["energy_uj"] = meter.read_uj()
-        send(Worked(last_us, busy_us, idle_us, counters))
+        send(Worked(last_us, busy_us, idle_us, counters, engine.waits_for if isinstance(engine, PaidEngine) else ""))
         reported = last_us
 
     while True:

@@ -93,12 +93,13 @@ class Failed:
 @dataclass(frozen=True)
 class Worked:
     """Sums since `Ready`. busy_us: time with requests in the engine; the rest was idle. idle_us: idle time up to now
-    since the last step. `stats`: the engine's counters."""
+    since the last step. `stats`: the engine's counters. waits_for: why it cannot work now; empty if it can."""
 
     now_us: int
     busy_us: int
     idle_us: int
     stats: dict[str, int]
+    waits_for: str = ""
 
 
 @dataclass(frozen=True)

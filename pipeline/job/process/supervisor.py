@@ -90,6 +90,7 @@ class Supervisor:
         self._lost = Computed()
         self.resolved: dict[str, str | int] = {}
         self.loading = "starting"
+        self.waits_for = ""  # why the engine cannot work; empty if it can
         self._child: Child | None = None
         self._keeper = threading.Thread(target=self._keep, daemon=True, name="engine keeper")
         self._keeper.start()
@@ -281,7 +282,8 @@ class Supervisor:
                     self._given += computed(completions)
                     self._rows.finish(completions)
                     self._admit()
-                case Worked(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats):
+                case Worked(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats, waits_for=why):
+                    self.waits_for = why
                     self._timeline.progress(now, busy_us, idle_us, stats)
                     self._stats = stats
                     self._note_counters(now, stats)
@@ -314,7 +316,7 @@ class Supervisor:
     def _after_death(self, ended: Ended) -> None:
         with self._lock:
             self._child = None
-            self.loading = "starting"
+            self.loading, self.waits_for = "starting", ""
             self._restarts += 1
             self._reasons += [ended.short()][: MAX_REASONS - len(self._reasons)]
             self._lost += Computed.from_stats(self._stats).less(self._given)

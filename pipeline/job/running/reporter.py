@@ -28,6 +28,7 @@ from pipeline.report.run_report import RunReport
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
 
+WAITING = "waiting: "  # phase in which no engine can work, with the reason
 TICK_S = 1.0  # interval of progress checks
 STORE_TICK_S = 10.0  # interval of records in an object store, where each write is a paid request
 LOG_S = 10.0  # interval of progress lines in the driver's log
@@ -118,7 +119,8 @@ class RunReporter:
         """Record progress, and update the snapshot for Prometheus."""
         log, config = self._log, self._plan.job.config
         units = log.written.units + log.lost.units
-        self.progress.look((status.phase, work(status), units), log.actors)
+        phase = "" if status.phase.startswith(WAITING) else status.phase  # its reason may show the time
+        self.progress.look((phase, work(status), units), log.actors)
         if self._metrics is None:
             return
         from pipeline.job.telemetry.metrics import Snapshot

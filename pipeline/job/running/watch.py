@@ -12,7 +12,7 @@ from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
 from pipeline.job.running.limits import BUDGET, RESERVE_S, Limit, RunLimits, must_drain
-from pipeline.job.running.reporter import TICK_S, RunReporter
+from pipeline.job.running.reporter import TICK_S, WAITING, RunReporter
 from pipeline.job.running.stop import StopSignals
 from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.actor_state import ActorState
@@ -91,6 +91,8 @@ class Watch:
             if time.monotonic() >= next_look:
                 self._look(flow)
                 phase = _phase_of(self.log.actors)
+                if phase.startswith(WAITING) and not self.reporter.phase.startswith(WAITING):
+                    self.reporter.note(phase)
                 if phase == RUNNING and began is None:
                     began = time.monotonic()
                     self.log.save()  # with the engines' resolved values, which a resumed run must have too
@@ -205,6 +207,8 @@ def _lost_machines(actors: list[ActorState]) -> set[str]:
 
 
 def _phase_of(actors: list[ActorState]) -> str:
+    if actors and all(actor.waits_for for actor in actors):
+        return WAITING + actors[0].waits_for
     if any(actor.record.stats.get("num_steps") for actor in actors):
         return RUNNING
     activity = next((actor.loading for actor in actors if actor.loading), "")

@@ -15,4 +15,5 @@ class ActorState:
     at_rest: str = "startup"  # the phase of its time until the next report
     resolved: Mapping[str, str | int] = field(default_factory=dict)
     loading: str = ""  # what its engine is loading; empty once it is up
+    waits_for: str = ""  # why its engine cannot work; empty if it can
     report_number: int = 0  # number of the report: of two states the later one counts, whichever arrives last

@@ -58,6 +58,8 @@ class Progress:
                 f"{idle}: no engine actor could be started. Does the cluster have the CPUs and GPUs of run.actors, "
                 "run.cpus_per_actor and run.gpus_per_actor?"
             )
+        if waits_for := next((actor.waits_for for actor in actors if actor.waits_for), ""):
+            raise EnvironmentFailed(f"{idle}: {waits_for}")
         raise EnvironmentFailed(
             f"{idle}: {len(actors)} engine actors reported, but none is working. Did their machines fail?"
         )
