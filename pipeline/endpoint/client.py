@@ -14,7 +14,7 @@ import aiohttp
 
 from pipeline.endpoint.answer import completion_of
 from pipeline.endpoint.body import MAX_SEED, NEUTRAL, probe_body
-from pipeline.endpoint.connection import open_session, proxy_of
+from pipeline.endpoint.connection import open_session, proxy_of, speaks_tls
 from pipeline.endpoint.errors import OVERLOADED, BadAnswer, OtherModel, Overloaded, Rejected, Reply, Unsupported
 from pipeline.endpoint.meter import Bill, Meter, Reservation, usage_of
 from pipeline.endpoint.spec import PATHS, EndpointConfig, EndpointRequest, base_url
@@ -32,29 +32,31 @@ MAX_REDIRECTS = 5
 _RUNNING = r"vllm:num_requests_running|sglang:num_running_reqs|llamacpp:requests_processing"
 _WAITING = r"vllm:num_requests_waiting|sglang:num_queue_reqs|llamacpp:requests_deferred"
 _TOKENS = r"vllm:generation_tokens_total|sglang:generation_tokens_total|llamacpp:tokens_predicted_total"
-_NEVER_HEALS = (
+_LASTING = (
     aiohttp.ClientConnectorCertificateError,
     aiohttp.ClientConnectorDNSError,
     aiohttp.ClientConnectorSSLError,
-    aiohttp.ClientHttpProxyError,
+    aiohttp.ClientProxyConnectionError,
+    aiohttp.ClientResponseError,  # no HTTP, or a proxy that refuses
     aiohttp.InvalidURL,
 )
 _GAUGES = tuple(re.compile(rf"^(?:{names})(?:\{{.*\}})? (\S+)", re.M) for names in (_RUNNING, _WAITING, _TOKENS))
 
 
 class Disconnected(Exception):
-    """The connection was refused, reset, or cut off in an answer."""
+    """The connection was refused, reset, or cut off in an answer. is_lasting: no later one is likely to work, as with
+    an unknown host or a wrong certificate."""
+
+    def __init__(self, reason: str, is_lasting: bool = False) -> None:
+        super().__init__(reason)
+        self.is_lasting = is_lasting
 
 
 class NotSent(Disconnected):
     """There was no connection to send the request."""
 
 
-class Unreachable(NotSent):
-    """There will be no connection: the host is unknown, its certificate is wrong, or a proxy refuses."""
-
-
-class _Refused(Exception):
+class _FirstRefused(Exception):
     """The server refuses the form of the first request."""
 
 
@@ -154,7 +156,11 @@ class Client:
                 yield
         except TimeoutError:
             raise Disconnected(f"no answer in {PROBE_TIMEOUT_S:.0f} s") from None
-        except (Unsupported, _Refused) as error:
+        except Disconnected as error:
+            if not isinstance(error, NotSent) and self._base.startswith("http://") and await speaks_tls(self._base):
+                raise Disconnected(f"{error}; the server expects https://", is_lasting=True) from None
+            raise
+        except (Unsupported, _FirstRefused) as error:
             raise ConfigError(f"server: {self.shown}: the first request failed: {error}{self._remedy(error)}") from None
         except Rejected as error:
             raise self.rejects_all(error) from None
@@ -238,9 +244,11 @@ class Client:
             forms += [replace(form, splits_samples=True) for form in forms]
         refused: Exception | None = None
         for self._form in forms:
+            if isinstance(refused, Unsupported) and not self._form.splits_samples:
+                continue  # n was ignored, not refused
             try:
                 await self._answer_to(_single(first, 0) if self._form.splits_samples else first)
-            except (_Refused, Unsupported) as error:
+            except (_FirstRefused, Unsupported) as error:
                 refused = refused or error
                 continue
             if refused is not None:
@@ -264,10 +272,10 @@ class Client:
         return f". To send requests without: server.extra_body: {{{fields}}}" if named else ""
 
     async def _answer_to(self, request: EndpointRequest) -> None:
-        """Send a request that is no row, and check its answer. Raises _Refused if it is an error."""
+        """Send a request that is no row, and check its answer. Raises _FirstRefused if it is an error."""
         done, _ = await self._exchange(request, self._meter.open(self.reservation(request)))
         if done.error is not None:
-            raise _Refused(done.error_message)
+            raise _FirstRefused(done.error_message)
 
     async def _exchange_samples(self, request: EndpointRequest, bill: Bill) -> tuple[Completion, int]:
         """Send a request for each sample, to a server that computes one at a time."""
@@ -320,7 +328,7 @@ class Client:
     async def _accepts(self, first: EndpointRequest, body: Mapping[str, Any]) -> bool:
         try:
             await self._answer_to(replace(first, body=body))
-        except (_Refused, BadAnswer):
+        except (_FirstRefused, BadAnswer):
             return False
         return True
 
@@ -413,10 +421,8 @@ class Client:
     def _lost(self, error: Exception) -> Disconnected:
         """Return the reason why a request has no answer."""
         text = self._redacted(f"{type(error).__name__}: {error}")
-        if isinstance(error, _NEVER_HEALS) or (isinstance(error, aiohttp.ClientResponseError) and not error.history):
-            return Unreachable(text)
         was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-        return Disconnected(text) if was_sent else NotSent(text)
+        return (Disconnected if was_sent else NotSent)(text, isinstance(error, _LASTING))
 
     def _redacted(self, text: object) -> str:
         return redacted(str(text), self._config.secrets)

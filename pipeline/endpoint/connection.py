@@ -1,7 +1,9 @@
 """Connections to servers: sockets that notice a lost peer, and proxies of the environment."""
 
+import asyncio
 import ipaddress
 import socket
+import ssl
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
@@ -31,6 +33,20 @@ def proxy_of(url: str) -> str | None:
     if not found or _is_loopback(host) or proxy_bypass(host):
         return None
     return found if "://" in found else f"http://{found}"
+
+
+async def speaks_tls(url: str) -> bool:
+    """Return whether the port of a url answers in TLS."""
+    parts = urlsplit(url)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # nothing is sent
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port or 80, ssl=context)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
 
 
 def _is_loopback(host: str) -> bool:

@@ -15,10 +15,10 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames, Unreachable
+from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames
 from pipeline.endpoint.errors import BadAnswer, OtherModel, Overloaded, Rejected, failed
 from pipeline.endpoint.meter import NANO_USD, Bill, Meter, Reservation
-from pipeline.endpoint.pace import Pace
+from pipeline.endpoint.rate_limit import RateLimit
 from pipeline.endpoint.server import Server, alone, command_of, free_port
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
 from pipeline.engine.params import Completion
@@ -75,7 +75,7 @@ class EndpointEngine:
         self._probes: dict[Callable[[], Awaitable[None]], asyncio.Task[str]] = {}  # of servers that work
         self._counts = dict.fromkeys(("num_steps", "batch_sum", "num_retries"), 0)
         self._meter = Meter(config.prices, config.has_budget)
-        self._pace = Pace(config.requests_per_minute, config.tokens_per_minute, time.monotonic())
+        self._rate_limit = RateLimit(config.requests_per_minute, config.tokens_per_minute, time.monotonic())
         self._names = ModelNames(config)
         self._looked_s = 0.0
         self._server: Server | None = None
@@ -218,17 +218,17 @@ class EndpointEngine:
                 raise ConfigError(f"server: {error}") from None
             if self._up:
                 return
-            why = "; ".join(filter(None, reasons))
+            reason = "; ".join(filter(None, reasons))
             if self._server is not None and self._server.has_ended:
                 raise EnvironmentFailed(f"The server ended while starting. Its last lines:\n{self._server.tail()}")
             if self._server is None and min(hopeless.values()) >= PROBES:
-                raise ConfigError(f"server.url: {why}")
+                raise ConfigError(f"server.url: {reason}")
             if time.monotonic() >= deadline_s:
                 raise EnvironmentFailed(
-                    f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). {why}"
+                    f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). {reason}"
                 )
             line = self._server.last_line if self._server is not None else ""
-            self._log(line or f"waiting for a server: {why}")
+            self._log(line or f"waiting for a server: {reason}")
             await asyncio.sleep(PROBE_S)
 
     async def _join(self, client: Client, hopeless: dict[Client, int]) -> str:
@@ -237,7 +237,8 @@ class EndpointEngine:
         try:
             await client.probe()
         except (Disconnected, Overloaded, BadAnswer) as error:
-            hopeless[client] = hopeless[client] + 1 if isinstance(error, Unreachable | BadAnswer) else 0
+            lasts = isinstance(error, BadAnswer) or (isinstance(error, Disconnected) and error.is_lasting)
+            hopeless[client] = hopeless[client] + 1 if lasts else 0
             if isinstance(error, Overloaded) and self._is_too_long(error):
                 raise EnvironmentFailed(self._pauses_too_long(client, error)) from None
             return f"{client.shown}: {error}"
@@ -274,9 +275,9 @@ class EndpointEngine:
         room = {client: client.window.size(now_s) - self._num_sent[client] for client in self._up}
         while self._rows and room and room[client := max(room, key=room.__getitem__)] > 0:
             reserved = client.reservation(self._rows[0].request)
-            if not (self._pace.allows(now_s) and self._meter.fits(reserved)):
+            if not (self._rate_limit.allows(now_s) and self._meter.fits(reserved)):
                 return
-            self._pace.sent(reserved.tokens, now_s)
+            self._rate_limit.sent(reserved.tokens, now_s)
             room[client] -= 1
             self._num_sent[client] += 1
             sent = _SentRow(client, self._rows.popleft(), self._meter.open(reserved), reserved)
@@ -287,7 +288,7 @@ class EndpointEngine:
     def _task_ended(self, task: "asyncio.Task[bool]") -> None:
         sent = self._tasks.pop(task)
         sent.bill.void()  # still open if it was cancelled before its first statement: nothing was sent
-        self._pace.settle(sent.reserved.tokens - sent.bill.tokens, time.monotonic())
+        self._rate_limit.settle(sent.reserved.tokens - sent.bill.tokens, time.monotonic())
         self._num_sent[sent.client] -= 1
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)

@@ -451,9 +451,7 @@ class FakeServer:
         self.num_images += received.num_images()
         if (refusal := self._unauthorized(request)) is not None:
             return refusal
-        if not request.path_qs.startswith(
-            f"{self.dialect.base.partition('/chat')[0]}/{'' if self.dialect.base else 'v1'}"
-        ):
+        if not request.path.startswith((self.dialect.base or "/v1").partition("/chat")[0]):
             return error_response(404, f"no route {request.path_qs}")
         for name in self.dialect.refused:
             if name in body:

@@ -332,8 +332,8 @@ def header(given: str) -> str:
 )  # fmt: skip
 def test_overload_is_no_error_of_the_row(headers: dict[str, str], wait_s: float | None):
     for status in (408, 425, 429, 502, 503, 504, 522, 529):
+        sent = {name: header(text) for name, text in headers.items()}
         with pytest.raises(Overloaded, match="busy") as caught:
-            sent = {name: header(text) for name, text in headers.items()}
             completion_of(Reply(status, sent, {"error": "busy"}), request())
         assert caught.value.wait_s == (None if wait_s is None else pytest.approx(wait_s, abs=5 if wait_s > 60 else 0))
 

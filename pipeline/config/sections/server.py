@@ -90,7 +90,7 @@ class ServerSection(ConfigSection):
     requests_per_minute: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum rate of requests to all urls together. Default: as many as they accept.",
+        description="Maximum rate of requests to all urls together. Default: unlimited.",
         examples=[500],
     )
     tokens_per_minute: int | None = Field(

@@ -282,8 +282,8 @@ class Supervisor:
                     self._given += computed(completions)
                     self._rows.finish(completions)
                     self._admit()
-                case Worked(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats, waits_for=why):
-                    self.waits_for = why
+                case Worked(now_us=now, busy_us=busy_us, idle_us=idle_us, stats=stats, waits_for=reason):
+                    self.waits_for = reason
                     self._timeline.progress(now, busy_us, idle_us, stats)
                     self._stats = stats
                     self._note_counters(now, stats)

@@ -3,14 +3,14 @@
 BURST_S = 1.0  # requests that may be sent at once after a pause, in seconds of the limit
 
 
-class Pace:
+class RateLimit:
     """Limits of all servers of an engine. A request is sent if no limit is in debt, and then counts in each one: the
     mean rates are those of the limits, and no request is too large for one."""
 
     def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None, now_s: float) -> None:
         """None: unlimited."""
-        self._requests = None if requests_per_minute is None else _Limit(requests_per_minute / 60, now_s)
-        self._tokens = None if tokens_per_minute is None else _Limit(tokens_per_minute / 60, now_s)
+        self._requests = None if requests_per_minute is None else _Bucket(requests_per_minute / 60, now_s)
+        self._tokens = None if tokens_per_minute is None else _Bucket(tokens_per_minute / 60, now_s)
 
     def allows(self, now_s: float) -> bool:
         """Return whether a request may be sent now."""
@@ -19,17 +19,17 @@ class Pace:
     def sent(self, tokens: int, now_s: float) -> None:
         """Record a request that may cost this many tokens."""
         if self._requests is not None:
-            self._requests.take(1, now_s)
+            self._requests.remove(1, now_s)
         if self._tokens is not None:
-            self._tokens.take(tokens, now_s)
+            self._tokens.remove(tokens, now_s)
 
     def settle(self, unused_tokens: int, now_s: float) -> None:
         """Record that an answer had fewer tokens than its request was expected to cost."""
         if self._tokens is not None:
-            self._tokens.take(-unused_tokens, now_s)
+            self._tokens.remove(-unused_tokens, now_s)
 
 
-class _Limit:
+class _Bucket:
     def __init__(self, per_s: float, now_s: float) -> None:
         self._per_s, self._level, self._now_s = per_s, 0.0, now_s
 
@@ -39,5 +39,5 @@ class _Limit:
         self._now_s = now_s
         return self._level
 
-    def take(self, amount: float, now_s: float) -> None:
+    def remove(self, amount: float, now_s: float) -> None:
         self._level = self.level(now_s) - amount
