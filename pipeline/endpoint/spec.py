@@ -30,7 +30,7 @@ class EndpointConfig:
     """
 
     urls: tuple[str, ...] = ()
-    serve: tuple[str, ...] = ()
+    serve: tuple[str, ...] = field(default=(), repr=False)  # with secrets
     requested_model: str | None = None
     route: Route = "chat"
     port: int | None = None

@@ -412,7 +412,7 @@ def test_every_key_is_of_one_class(job):
     text = MINIMAL.replace("column: text", "column: text, chat: true") + "server: {url: 'http://localhost:8000'}\n"
     parts = [free_of(job(text)), numerics_of(job(text)), identity_of(job(text))]
     seen = {f"{name}.{key}" for part in parts for name in part if isinstance(part[name], dict) for key in part[name]}
-    hidden = {"run.notify", "server.api_key"}
+    hidden = {"run.notify", "server.api_key", "server.headers"}
     for name, field in JobConfig.model_fields.items():
         section = section_at(JobConfig, (name,))
         if section is not None and name != "kubernetes":

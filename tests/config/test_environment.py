@@ -1,9 +1,11 @@
 """Environment variables in a job file: in its paths, and nowhere else."""
 
+import json
+
 import pytest
 
 from pipeline.config import JobFileError, load_job
-from pipeline.config.identity import identity_of
+from pipeline.config.identity import free_of, identity_of, numerics_of
 
 JOB = """\
 input: {path: "${DATA:-data}/${DAY}"}
@@ -50,3 +52,73 @@ def test_all_unset_variables_are_named_at_once(job):
     assert "job.yaml:1: input.path: the environment variable DAY is not set\n    Set it, or give a default" in message
     assert "job.yaml:5: output.path: the environment variable DAY is not set" in message
     assert "job.yaml:3: model.path: expected ${NAME} or ${NAME:-default}" in message
+
+
+SERVER = """\
+input: {path: data}
+prompt: {template: "{text}"}
+output: {path: out}
+server: %s
+"""
+
+
+def test_variables_are_replaced_in_urls_and_headers(job):
+    given = {"A": "http://a", "B": "http://b", "KEY": "secret-1234\n"}
+    found = job(given, SERVER % '{url: ["${A}/v1", "${B}/v1"], headers: {api-key: "${KEY}", x-team: mine}}')
+    config = found.server.config(given)
+    assert config.urls == ("http://a/v1", "http://b/v1")
+    assert config.headers == {"api-key": "secret-1234", "x-team": "mine"}
+    assert {"secret-1234", "mine"} == config.secrets
+    for text in (found.server, config, identity_of(found), numerics_of(found), free_of(found)):
+        assert "secret-1234" not in str(text)
+    found = job({}, SERVER % '{url: "http://a", extra_body: {note: "${A}"}}')
+    assert found.server.config().extra_body == {"note": "${A}"}
+
+
+def test_the_command_of_a_server_is_recorded_without_its_variables(job):
+    """The output has the command. Its variables are filled in when the server starts."""
+    text = SERVER % '{serve: [vllm, serve, m, --api-key, "${KEY}", "--hf-token=${TOKEN:-none-given}"]}'
+    given = {"KEY": "secret-1234"}
+    found = job(given, text)
+    config = found.server.config(given)
+    assert config.serve == ("vllm", "serve", "m", "--api-key", "secret-1234", "--hf-token=none-given")
+    assert config.secrets == {"secret-1234", "none-given"}
+    assert "${KEY}" in json.dumps(numerics_of(found))
+    for shown in (numerics_of(found), identity_of(found), free_of(found), config):
+        assert "secret-1234" not in str(shown)
+    with pytest.raises(JobFileError, match=r"server\.serve: the environment variable KEY is not set"):
+        job({}, SERVER % '{serve: [vllm, serve, m, --api-key, "${KEY}"]}')
+
+
+@pytest.mark.parametrize(
+    "serve",
+    [
+        '[vllm, serve, m, --api-key, abc]',
+        '[vllm, serve, m, "--api-key=abc"]',
+        '[vllm, serve, m, --hf-token, abc]',
+        '[vllm, serve, m, --key, sk-1234567890]',
+        '[vllm, serve, m, "hf_abcdefgh"]',
+        '[curl, -H, "Bearer abc"]',
+    ],
+)  # fmt: skip
+def test_a_secret_in_the_command_of_a_server_is_refused(job, serve):
+    with pytest.raises(JobFileError, match=r"server\.serve: .*looks like a secret.*\$\{API_KEY\}") as caught:
+        job({}, SERVER % f"{{serve: {serve}}}")
+    assert "abc" not in str(caught.value)
+    assert "1234" not in str(caught.value)
+
+
+def test_other_commands_and_urls_are_accepted(job):
+    for server in (
+        '{serve: [vllm, serve, m, --max-model-len, "8192", --tokenizer, t]}',
+        '{url: "https://h/openai/deployments/d?api-version=2024-02-01"}',
+    ):
+        assert job({}, SERVER % server).server is not None
+    for server, message in (
+        ('{url: "https://user:pw@h/v1"}', "cannot contain a user"),
+        ('{url: "https://h/v1", headers: {"a b": x}}', "no name of a header"),
+        ('{url: "https://h/v1", headers: {a: "x\\ny"}}', "printable ASCII"),
+        ('{serve: [vllm], requests_per_minute: 5}', "need url"),
+    ):  # fmt: skip
+        with pytest.raises(JobFileError, match=message):
+            job({}, SERVER % server)

@@ -589,6 +589,7 @@ def _cluster(stack: ExitStack) -> Any:
     from ray.cluster_utils import Cluster
 
     quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 500, "health_check_failure_threshold": 10}
+    os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 - two jobs and what they run on may keep the machine busy
     head = {"num_cpus": 0, "object_store_memory": 100 * 2**20, "include_dashboard": False, "include_log_monitor": False}
     cluster = Cluster(initialize_head=True, head_node_args=head | {"_system_config": quick})
     stack.callback(cluster.shutdown)

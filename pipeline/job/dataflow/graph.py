@@ -182,6 +182,8 @@ class EngineActor:
 class Dataflow:
     """One execution of the graph, driven by its own thread; created and used by the driver's main thread."""
 
+    report_s = REPORT_S  # interval of an actor's reports
+
     def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
         """Start or join Ray. `run_began_us`: on this process's clock. Raises EnvironmentFailed."""
         self._spec = spec

@@ -25,6 +25,7 @@ class InProcessDataflow:
     """One execution, created and used by the driver's main thread. It has the interface of `graph.Dataflow`."""
 
     session_logs = None  # Ray's logs
+    report_s = 0.0  # time between an order and a report that shows its effect
 
     def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
         """Start the workers. `run_began_us`: on this process's clock. Raises the errors of opening the model or the

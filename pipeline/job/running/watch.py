@@ -169,9 +169,9 @@ class Watch:
     def _wind_down(self, flow: "Dataflow | InProcessDataflow", order: Order, finish_s: float) -> None:
         """Give an order; after finish_s stop midway through open units. A signal ends it at once."""
         seen = self.stop.count
-        self._order(flow, order, finish_s, heard_s=3 * TICK_S)
+        self._order(flow, order, finish_s, heard_s=3 * flow.report_s)
         if self.stop.count == seen:
-            self._order(flow, Order.GIVE_UP, GIVE_UP_S, heard_s=TICK_S)
+            self._order(flow, Order.GIVE_UP, GIVE_UP_S, heard_s=flow.report_s)
 
     def _order(self, flow: "Dataflow | InProcessDataflow", order: Order, limit_s: float, heard_s: float) -> None:
         """Give an order and wait up to limit_s until no unit is open. A signal ends the wait. heard_s: after that time
