@@ -3,6 +3,7 @@
 Messages never repeat values of storage options, which may be secrets.
 """
 
+import math
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -167,6 +168,8 @@ def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         meant = nearest(str(raw["input"]), choices)
         return f"expected one of {', '.join(choices)}; got {got}", f"Did you mean `{meant}`?" if meant else ""
+    if isinstance(raw["input"], float) and math.isnan(raw["input"]):  # it fails the limits
+        return f"expected a finite number; got {got}", ""
     if kind in _LIMITS:
         words, name = _LIMITS[kind]
         return f"expected {words} {context[name]}; got {got}", ""

@@ -48,6 +48,15 @@ def test_file_folder_and_glob(write, tmp_path):
     assert names(f"{folder}/?/2*") == ["a/2024/c.parquet"]
 
 
+def test_a_path_in_another_unicode_form_is_named(write):
+    folder = write("cafe\u0301.parquet", texts(1))
+    with pytest.raises(
+        InputError, match=r'does not exist; .* differs only in its Unicode form; .*"cafe\\u0301\.parquet"'
+    ):
+        open_source(f"{folder}/caf\xe9.parquet")
+    assert open_source(f"{folder}/cafe\u0301.parquet").num_rows == 1
+
+
 def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
     folder = write("a/2024/c.parquet", texts(2))
     os.symlink(f"{folder}/a", tmp_path / "link")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from pipeline.data.columns import same_characters
 from pipeline.data.files.footer import reading
 from pipeline.data.files.table_logs import refuse_tables
 from pipeline.errors import InputError
@@ -175,6 +176,10 @@ def _no_file(path: str) -> str | None:
 
 def _looked_for(path: str, full: str) -> str:
     """Return a note on the resolved local path, unless it is obvious from what the user wrote."""
+    folder, base = os.path.split(full)
+    if os.path.isdir(folder) and (same := same_characters(base, os.listdir(folder))):
+        escaped = same.encode("unicode_escape").decode()
+        return f'; {same!r} in {folder} differs only in its Unicode form; write it in double quotes as "{escaped}"'
     if path != path.strip():
         return "; the path begins or ends with whitespace"
     if path.endswith(full):
