@@ -120,8 +120,12 @@ _FIRST_KEY: dict[KeyPath, str] = {("input",): "path", ("prompt",): "column", ("m
 
 
 def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:
-    """Return every mistake of a failed validation, ordered by line."""
-    mistakes = [_mistake(raw, document, root) for raw in error.errors(include_url=False)]
+    """Return every mistake of a failed validation."""
+    return [_mistake(raw, document, root) for raw in error.errors(include_url=False)]
+
+
+def in_order(mistakes: list[Mistake]) -> list[Mistake]:
+    """Return the mistakes, ordered by line."""
     return sorted(mistakes, key=lambda mistake: (_line(mistake.location), mistake.key))
 
 
