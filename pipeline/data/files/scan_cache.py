@@ -64,7 +64,8 @@ def _version(fs: Any, path: str) -> tuple[Any, ...] | None:
         if not is_local(fs):
             info = fs.info(path)
             tag = etag(info)
-            return tag and (tag, int(info["size"]), str(info.get("LastModified") or info.get("last_modified")))
+            changed = str(info.get("LastModified") or info.get("last_modified"))
+            return (tag, int(info["size"]), changed) if tag else None
         status = os.stat(path)
     except Exception as error:
         if failure_of(error) is None:

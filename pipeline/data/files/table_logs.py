@@ -64,7 +64,7 @@ def refuse_tables(
     pairs = [(folder, log) for folder in (folders if local else folders[:_MAX_STORE_FOLDERS]) for log in _FORMATS]
     with ThreadPoolExecutor(_MAX_STORE_FOLDERS) as pool:
         exists = map if local else pool.map
-        for (folder, log), has_log in zip(pairs, exists(lambda pair: _has_log(fs, *pair, local), pairs)):
+        for (folder, log), has_log in zip(pairs, exists(lambda pair: _has_log(fs, pair[0], pair[1], local), pairs)):
             if has_log:
                 raise _refusal(fs, folder, log, local, name)
 
