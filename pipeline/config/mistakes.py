@@ -172,7 +172,7 @@ def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         meant = nearest(str(raw["input"]), choices)
         return f"expected one of {', '.join(choices)}; got {got}", f"Did you mean `{meant}`?" if meant else ""
-    if isinstance(raw["input"], float) and math.isnan(raw["input"]):  # it fails the limits
+    if kind in _LIMITS and isinstance(raw["input"], float) and math.isnan(raw["input"]):
         return f"expected a finite number; got {got}", ""
     if kind in _LIMITS:
         words, name = _LIMITS[kind]

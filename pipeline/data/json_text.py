@@ -6,15 +6,24 @@ import math
 from typing import Any
 
 
+class BadJson(ValueError):
+    """The text cannot be read; the message is the reason."""
+
+
 def parse_json(text: str) -> Any:
-    """Return the value of JSON text. Raises ValueError or RecursionError."""
-    return _DECODER.decode(text)
+    """Return the value of JSON text. Raises BadJson."""
+    try:
+        return _DECODER.decode(text)
+    except BadJson:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadJson(f"not JSON: {error}") from None
 
 
 def _finite(digits: str) -> float:
     value = float(digits)
     if math.isinf(value):
-        raise ValueError(f"the number {digits:.40} is out of range: expected at most 1.8e308; write it as text")
+        raise BadJson(f"the number {digits:.40} is out of range: expected at most 1.8e308, or a text")
     return value
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
-from pipeline.data.json_text import parse_json
+from pipeline.data.json_text import BadJson, parse_json
 from pipeline.errors import ConfigError
 
 _HINT = (
@@ -140,8 +140,8 @@ class Field:
             found = parse_json(value.decode())
         except UnicodeDecodeError:
             return value
-        except (ValueError, RecursionError) as error:
-            return NoText(f"the text of {self.column!r} is not JSON: {error}")
+        except BadJson as error:
+            return NoText(f"the text of {self.column!r}: {error}")
         for at, name in enumerate(self.path):
             if not isinstance(found, dict | None):
                 return NoText(f"{self._upto(at)!r} is {json.dumps(found):.40}, expected a JSON object")

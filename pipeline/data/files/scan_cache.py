@@ -26,7 +26,7 @@ T = TypeVar("T")
 MIN_BYTES = 1 << 20  # of a file; a smaller one is scanned in milliseconds
 MAX_ENTRY_BYTES = 64 << 20  # the ids of 8 million requests
 MAX_BYTES = 512 << 20  # of all entries
-MAX_ENTRIES = 1000
+MAX_ENTRIES = 5000
 _MIN_AGE_NS = 2 * 10**9  # a file may change once more within one tick of its disk's clock
 _DIGEST_BYTES = 32
 
