@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value, dotted, merge
+from pipeline.config.jobfile import Document, KeyPath, Mistake, Value, dotted, merge
 from pipeline.config.variables import Now, values_of
 
 PATH_KEYS: tuple[tuple[str, ...], ...] = (
@@ -30,11 +30,12 @@ AS_WRITTEN = (("server", "serve"),)
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(:-([^{}]*))?\}")
 
 
-def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str, str], now: Now) -> Document:
-    """Return `document` with the variables of its paths expanded. An empty variable counts as not set, as in a shell.
-    given: values of the job's variables. now: returns the time in a zone.
-
-    Raises JobFileError with every variable that is not set and has no default, and each mistake in `vars`.
+def expanded(
+    document: Document, environ: Mapping[str, str], given: Mapping[str, str], now: Now
+) -> tuple[Document, list[Mistake]]:
+    """Return `document` with the variables of its paths expanded, and every mistake: variables that are not set and
+    have no default, and those in `vars`. An empty variable counts as not set, as in a shell. given: values of the job's
+    variables. now: returns the time in a zone.
     """
     declared, mistakes = values_of(document, given, now)
     wrong = {mistake.key.removeprefix("vars.") for mistake in mistakes}
@@ -75,9 +76,7 @@ def expanded(document: Document, environ: Mapping[str, str], given: Mapping[str,
     for name in sorted(unused):
         line, hint = document.location(("vars", name)), f"Write ${{{name}}} in input.path or output.path."
         mistakes.append(Mistake(line, f"vars.{name}", "is not used", hint))
-    if mistakes:
-        raise JobFileError(mistakes)
-    return document
+    return document, mistakes
 
 
 def filled(texts: Iterable[str], environ: Mapping[str, str]) -> tuple[tuple[str, ...], frozenset[str]]:

@@ -1,7 +1,8 @@
 """Build a checked job from a job file, overlays and `--set` flags."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from pydantic import ValidationError
 
 from pipeline.config.environment import expanded
 from pipeline.config.job import JobConfig
-from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, merge, parse_value, read
+from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, dotted, merge, parse_value, read
 from pipeline.config.keys import WORDS
-from pipeline.config.mistakes import from_validation, section_at
+from pipeline.config.mistakes import from_validation, in_order, section_at
 from pipeline.config.sections.structured import with_schema_file
 from pipeline.config.variables import Now, given_on
 from pipeline.errors import ConfigError
@@ -37,11 +38,9 @@ def load_job(
     for name, given in (("sets", sets), ("overlays", overlays), ("vars", vars), ("presets", presets)):
         if isinstance(given, str | Mapping):
             raise ConfigError(f"load_job: {name} = {given!r:.80}: expected a list of texts, such as ['input.limit=20']")
-    document = _spelled_out(read(path))
-    for overlay in (*map(_preset, presets), *overlays):
-        document = _spelled_out(merge(document, read(overlay)))
-    for text in sets:
-        document = _spelled_out(merge(document, _setting(text)))
+    files = (partial(read, path), *(partial(_preset, name) for name in presets), *(partial(read, o) for o in overlays))
+    settings = (partial(_setting, text) for text in sets)
+    document = _merged(Document({}, {(): str(path)}), (*files, *settings))
     if limit is not None:
         document = merge(document, _document_of(("input", "limit"), limit, "--limit"))
     if document.data.get("name") is None:
@@ -56,24 +55,57 @@ def job_from_flags(
 
     Raises JobFileError with every mistake found.
     """
-    document = Document({}, {(): "the command line"})
-    for key, (value, flag) in values.items():
-        document = _spelled_out(merge(document, _document_of(tuple(key.split(".")), value, flag)))
-    for text in sets:
-        document = _spelled_out(merge(document, _setting(text)))
+    flags = (partial(_document_of, tuple(key.split(".")), value, flag) for key, (value, flag) in values.items())
+    settings = (partial(_setting, text) for text in sets)
+    document = _merged(Document({}, {(): "the command line"}), (*flags, *settings))
     return _job_of(document, environ)
 
 
 def _job_of(
     document: Document, environ: Mapping[str, str], given: Mapping[str, str] | None = None, now: Now = zone_time
 ) -> JobConfig:
-    document = with_schema_file(expanded(document, environ, given or {}, now))
+    document, mistakes = expanded(document, environ, given or {}, now)
+    mistakes += _lone_surrogates(document, document.data, ())
+    before, later = [mistake.key for mistake in mistakes], []
+    try:
+        document = with_schema_file(document)
+    except JobFileError as error:
+        later += error.mistakes
     try:
         job = JobConfig.model_validate(document.data)
     except ValidationError as error:
-        raise JobFileError(from_validation(error, document, JobConfig)) from None
+        wrong = [mistake.key for mistake in later]
+        found = from_validation(error, document, JobConfig)
+        later += [mistake for mistake in found if f"{mistake.key}.json_file" not in (*before, *wrong)]
+    # values with mistakes are not final: they may break other rules, and match no prefix of storage_options
+    mistakes += [m for m in later if m.key not in before and not (before and m.key.startswith("storage_options."))]
+    if mistakes:
+        raise JobFileError(in_order(mistakes))
     job._document = document
     return job
+
+
+def _merged(document: Document, sources: Iterable[Callable[[], Document]]) -> Document:
+    """Return `document` with each source merged into it. Raises JobFileError with the mistakes of all sources."""
+    mistakes: list[Mistake] = []
+    for source in sources:
+        try:
+            document = _spelled_out(merge(document, source()))
+        except JobFileError as error:
+            mistakes += error.mistakes
+    if mistakes:
+        raise JobFileError(mistakes)
+    return document
+
+
+def _lone_surrogates(document: Document, value: Any, path: KeyPath) -> Iterator[Mistake]:
+    """Yield a mistake for each text that is not valid Unicode, which no tokenizer accepts."""
+    if isinstance(value, dict | list):
+        for step, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _lone_surrogates(document, step, (*path, step))
+            yield from _lone_surrogates(document, inner, (*path, step))
+    elif isinstance(value, str) and any("\ud800" <= char <= "\udfff" for char in value):
+        yield Mistake(document.location(path), dotted(path), "contains a lone surrogate (\\ud800 to \\udfff)")
 
 
 def _spelled_out(document: Document) -> Document:
@@ -86,10 +118,10 @@ def _spelled_out(document: Document) -> Document:
     return Document(data, origins)
 
 
-def _preset(name: str) -> Path:
+def _preset(name: str) -> Document:
     if name not in NAMES:
         raise JobFileError([Mistake(f"--preset {name}", "", "no such preset", f"Available: {', '.join(NAMES)}.")])
-    return FOLDER / f"{name}.yaml"
+    return read(FOLDER / f"{name}.yaml")
 
 
 def _setting(text: str) -> Document:

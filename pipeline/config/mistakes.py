@@ -3,6 +3,7 @@
 Messages never repeat values of storage options, which may be secrets.
 """
 
+import math
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -119,8 +120,12 @@ _FIRST_KEY: dict[KeyPath, str] = {("input",): "path", ("prompt",): "column", ("m
 
 
 def from_validation(error: ValidationError, document: Document, root: type[BaseModel]) -> list[Mistake]:
-    """Return every mistake of a failed validation, ordered by line."""
-    mistakes = [_mistake(raw, document, root) for raw in error.errors(include_url=False)]
+    """Return every mistake of a failed validation."""
+    return [_mistake(raw, document, root) for raw in error.errors(include_url=False)]
+
+
+def in_order(mistakes: list[Mistake]) -> list[Mistake]:
+    """Return the mistakes, ordered by line."""
     return sorted(mistakes, key=lambda mistake: (_line(mistake.location), mistake.key))
 
 
@@ -167,6 +172,8 @@ def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:
         choices = [choice.strip("' ") for choice in context["expected"].replace(" or ", ", ").split(",")]
         meant = nearest(str(raw["input"]), choices)
         return f"expected one of {', '.join(choices)}; got {got}", f"Did you mean `{meant}`?" if meant else ""
+    if kind in _LIMITS and isinstance(raw["input"], float) and math.isnan(raw["input"]):
+        return f"expected a finite number; got {got}", ""
     if kind in _LIMITS:
         words, name = _LIMITS[kind]
         return f"expected {words} {context[name]}; got {got}", ""

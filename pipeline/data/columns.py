@@ -6,6 +6,7 @@ types except UUIDs replaced by their storage. The code that reads and renders ro
 when their part is written.
 """
 
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -321,9 +322,20 @@ def _ends(sizes: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])
 
 
+def same_characters(name: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` with the characters of `name` in another Unicode form: precomposed (NFC), as most
+    systems write them, or decomposed (NFD), as in file names of macOS."""
+    composed = unicodedata.normalize("NFC", name)
+    return next((n for n in names if n != name and unicodedata.normalize("NFC", n) == composed), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message: " (did you mean 'report'?)" or, if no name is close, the known names."""
+    """Return the end of a message: " (did you mean 'report'?)" or, if no name is close, the known names. A name that
+    looks the same in another Unicode form is shown as the job file can write it."""
     names: Sequence[str] = list(known)
+    if same := same_characters(name, names):
+        escaped = same.encode("unicode_escape").decode()
+        return f' (a column {same!r} differs only in its Unicode form; write it in double quotes as "{escaped}")'
     if close := nearest(name, names):
         return f" (did you mean {close!r}?)"
     shown = ", ".join(map(repr, names[:20])) + (", ..." if len(names) > 20 else "")

@@ -27,6 +27,7 @@ from pipeline.data.files import json_lines
 from pipeline.data.files.footer import DamagedFile, read_footer
 from pipeline.data.files.json_types import MAX_KEYS, JsonTypes
 from pipeline.data.files.partitions import partition_columns
+from pipeline.data.files.scan_cache import scanned
 from pipeline.data.files.source_file import SourceFile
 from pipeline.data.requests.input_checks import FileNotes, Requests, requests_of
 from pipeline.data.requests.request_row import FORMAT, request_schema
@@ -172,18 +173,22 @@ class _Lines:
         self._types: dict[int, JsonTypes] = {}
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
-        path, name, types = posixpath.join(self._root, relative), self._names[index], JsonTypes()
+        path, name = posixpath.join(self._root, relative), self._names[index]
 
-        def add(number: int, row: dict[str, Any]) -> None:
-            types.add(row)
-            if len(types) > MAX_KEYS:
-                raise DamagedFile(
-                    name, f"more than {MAX_KEYS:,} different keys by line {number}; do its keys hold data?"
-                )
+        def scan() -> tuple[SourceFile, JsonTypes]:
+            types = JsonTypes()
 
-        file = json_lines.scan(self._fs, path, relative, size, name, self._keep_bad, add)
-        self._types[index] = types
-        return file
+            def add(number: int, row: dict[str, Any]) -> None:
+                types.add(row)
+                if len(types) > MAX_KEYS:
+                    raise DamagedFile(
+                        name, f"more than {MAX_KEYS:,} different keys by line {number}; do its keys hold data?"
+                    )
+
+            return json_lines.scan(self._fs, path, relative, size, name, self._keep_bad, add), types
+
+        file, self._types[index] = scanned(self._fs, path, size, ("rows", self._keep_bad), scan)
+        return replace(file, relative=relative)
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:
         types = JsonTypes()
@@ -205,15 +210,19 @@ class _RequestLines:
         self._found: Requests | None = None
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
-        notes = FileNotes(self._names[index])
+        path, name = posixpath.join(self._root, relative), self._names[index]
 
-        def add(number: int, line: dict[str, Any]) -> None:
-            notes.add(line, number)
+        def scan() -> tuple[SourceFile, FileNotes]:
+            notes = FileNotes(name)
 
-        path = posixpath.join(self._root, relative)
-        file = json_lines.scan(self._fs, path, relative, size, notes.name, self._keep_bad, add)
-        self._notes[index], self._files[index] = notes, (relative, size)
-        return file
+            def add(number: int, line: dict[str, Any]) -> None:
+                notes.add(line, number)
+
+            return json_lines.scan(self._fs, path, relative, size, name, self._keep_bad, add), notes
+
+        file, notes = scanned(self._fs, path, size, ("requests", self._keep_bad), scan)
+        self._notes[index], self._files[index] = replace(notes, name=name), (relative, size)
+        return replace(file, relative=relative)
 
     def requests(self) -> Requests:
         if self._found is None:

@@ -16,6 +16,7 @@ from pipeline.data.columns import is_list, is_text
 # Fields of a message that hold media.
 _MEDIA = ("audio", "image", "images", "video", "videos", "file", "files")
 _IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+_PARTS = ("image", "image_url", "video_url", "audio_url", "input_audio", "file")  # types of parts, and their keys
 _CALLS = ("tool_calls", "function_call")
 _SERVED = "only text is supported: content as text, or as parts of type 'text'"
 
@@ -59,20 +60,31 @@ def media_message(message: object, position: str) -> dict[str, Any]:
         raise MessageRefused(f"{position}: role is missing")
     if not isinstance(message.get("content"), str | list | None):
         raise MessageRefused(f"{position}: content is neither text nor a list of parts")
-    return {"role": role, "content": None, **_for_server(message)}
+    given = {key: _for_server(value, f"{position}: {key}") for key, value in message.items() if value is not None}
+    return {"role": role, "content": None, **given}
 
 
-def _for_server(value: Any) -> Any:
+def _for_server(value: Any, position: str) -> Any:
     if isinstance(value, dict):
-        if value.get("type") == "image" and isinstance(value.get("image"), bytes):
-            return {"type": "image_url", "image_url": {"url": _data_url(value["image"])}}
-        return {key: _for_server(inner) for key, inner in value.items() if inner is not None}
+        kind = value.get("type")
+        if kind in _PARTS:
+            media = value.get(kind)
+            url = media.get("url") if isinstance(media, dict) else None
+            if not media:
+                raise MessageRefused(f"{position}: a part of type {kind!r} whose {kind} is null, missing or empty")
+            if isinstance(url, str) and (not url or (url.startswith("data:") and url.endswith(","))):
+                raise MessageRefused(f"{position}.{kind}.url: a url without data")
+        if kind == "image" and isinstance(value["image"], bytes):
+            return {"type": "image_url", "image_url": {"url": _data_url(value["image"], position)}}
+        return {key: _for_server(inner, f"{position}.{key}") for key, inner in value.items() if inner is not None}
     if isinstance(value, list):
-        return [_for_server(inner) for inner in value]
-    return _data_url(value) if isinstance(value, bytes) else value
+        return [_for_server(inner, f"{position}[{i}]") for i, inner in enumerate(value)]
+    return _data_url(value, position) if isinstance(value, bytes) else value
 
 
-def _data_url(raw: bytes) -> str:
+def _data_url(raw: bytes, position: str) -> str:
+    if not raw:
+        raise MessageRefused(f"{position}: 0 bytes, expected the content of an image or another file")
     kind = next((kind for start, kind in _IMAGES.items() if raw.startswith(start)), "application/octet-stream")
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
+from pipeline.data.json_text import BadJson, parse_json
 from pipeline.errors import ConfigError
 
 _HINT = (
@@ -37,7 +38,7 @@ _MAX_WIDTH_DIGITS = 4  # of a format spec; a larger width could make a row of gi
 
 @dataclass(frozen=True)
 class NoText:
-    """Placeholder for a value without a text form, although its type has one. `why` becomes the row's error."""
+    """Placeholder for a value without a text form, although its type has one. `reason` becomes the row's error."""
 
     reason: str
 
@@ -112,7 +113,7 @@ class Field:
         """Return each row's value as UTF-8 bytes, None, or NoText. `text_of` converts values without a format spec."""
         column = batch.column(self.column)
         if self.path and is_text(column.type):
-            return [_inside(value, self.path) for value in text_of(column)]
+            return [self._inside(value) for value in text_of(column)]
         for at, name in enumerate(self.path):
             if pa.types.is_map(column.type):  # the last value of a repeated key counts, as in Parquet
                 column = pc.call_function(
@@ -127,6 +128,28 @@ class Field:
         if pa.types.is_timestamp(column.type) and column.type.unit == "ns":  # Python has no nanoseconds
             column = column.cast(pa.timestamp("us", column.type.tz), safe=False)
         return [_formatted(column[i], self.form) for i in range(len(column))]
+
+    def _inside(self, value: Any) -> Any:
+        """Return the field of a JSON object in a text; None if it is null or missing, or the text is blank. Return
+        other values and invalid UTF-8 unchanged; they become the row's error later."""
+        if not isinstance(value, bytes):
+            return value
+        if not value.strip():
+            return None
+        try:
+            found = parse_json(value.decode())
+        except UnicodeDecodeError:
+            return value
+        except BadJson as error:
+            return NoText(f"the text of {self.column!r}: {error}")
+        for at, name in enumerate(self.path):
+            if not isinstance(found, dict | None):
+                return NoText(f"{self._upto(at)!r} is {json.dumps(found):.40}, expected a JSON object")
+            found = found.get(name) if found is not None else None
+        if found is None:
+            return None
+        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, separators=(",", ":"))
+        return text.encode("utf-8", "surrogatepass")  # a lone surrogate becomes the row's error later
 
 
 @lru_cache(maxsize=64)
@@ -236,17 +259,3 @@ def _formatted_text(value: Any, form: str) -> Any:
         return format(value.decode(), form).encode()
     except UnicodeDecodeError:
         return value
-
-
-def _inside(value: Any, path: tuple[str, ...]) -> bytes | None:
-    """Return a field of a JSON object in a text; None if the field is missing or the text is not JSON."""
-    try:
-        found = json.loads(value.decode()) if isinstance(value, bytes) else None
-    except (ValueError, RecursionError):
-        return None
-    for name in path:
-        found = found.get(name) if isinstance(found, dict) else None
-    if found is None:
-        return None
-    text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "surrogatepass")  # a lone surrogate becomes the row's error later

@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
+from pipeline.data.json_text import BadJson, parse_json
 from pipeline.data.messages import MessageRefused, media_message, plain_message, refusal_of_type
 from pipeline.data.prompt_template import Field, NoText, in_template, parse
 from pipeline.errors import ConfigError, RowError
@@ -332,9 +333,9 @@ def _messages_from_json(value: bytes | TooLarge | None, name: str, spec: PromptS
     if not text.strip():
         raise _Refused(RowError.EMPTY_PROMPT, f"only whitespace in {name!r}")
     try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as e:
-        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r} is not JSON: {e}") from e
+        parsed = parse_json(text)
+    except BadJson as e:
+        raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {e}") from e
     if parsed is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
     return _messages(parsed, name, spec)

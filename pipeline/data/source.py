@@ -36,6 +36,7 @@ WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 DAMAGED_KEY = b"pipeline.damaged"  # schema metadata: its unreadable rows, a JSON list of [start, stop, reason]
 GROUPS_KEY = b"pipeline.damaged_groups"  # schema metadata: its damaged row groups, a JSON list of DamagedGroup
 WINDOW_BYTES = 256 * 2**20  # approximate max size of a window
+LARGE_COMPRESSED_BYTES = 10**9
 FOOTERS_AT_ONCE = 16  # doubled for stores, where latency dominates
 FILES_AT_ONCE = 8  # of a window, from a store
 
@@ -110,6 +111,12 @@ class Source:
     def unified_texts(self) -> list[str]:
         """Descriptions of the columns that files store in several types, such as `x: int32 in a.parquet, ...`."""
         return [column.to_text(name) for name, column in self.unified.items()]
+
+    @property
+    def large_compressed(self) -> list[str]:
+        """JSON Lines files of which each window decompresses gigabytes again."""
+        files = (f for f in self.files if f.blocks is not None and f.size > LARGE_COMPRESSED_BYTES)
+        return [f.relative for f in files if json_lines.compression_of(f.relative) is not None]
 
     @property
     def num_rows(self) -> int:

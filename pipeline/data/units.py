@@ -5,6 +5,7 @@ whose values or prompts exceed `UnitSpec.max_bytes` is processed in stretches of
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -293,7 +294,10 @@ def _row_params(
             elif errors[i] is None:
                 errors[i] = str(RowError.INVALID_SAMPLING)
                 found = f"column {column!r} does not hold a number, a text or a list of these"
-                if isinstance(value, list) and None in value:
+                items = value if isinstance(value, list) else [value]
+                if number := next((v for v in items if isinstance(v, float) and not math.isfinite(v)), None):
+                    found = f"{number} in column {column!r}, expected a finite number"
+                if None in items:
                     found = f"a null among the values of column {column!r}"
                 messages[i] = f"sampling.{name}: {found}"
     return out

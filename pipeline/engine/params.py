@@ -39,7 +39,11 @@ class RepetitionDetectionParams:
         top, bottom = self.max_pattern_size, self.min_pattern_size
         for name, ok, expected in (
             ("max_pattern_size", _is_int(top) and 1 <= top <= MAX_PATTERN_SIZE, f"an integer 1 to {MAX_PATTERN_SIZE}"),
-            ("min_pattern_size", _is_int(bottom) and 1 <= bottom <= top, "an integer from 1 to max_pattern_size"),
+            (
+                "min_pattern_size",
+                _is_int(bottom) and _is_int(top) and 1 <= bottom <= top,
+                "an integer from 1 to max_pattern_size",
+            ),
             ("min_count", _is_int(self.min_count) and self.min_count >= 2, "an integer of at least 2"),
         ):
             if not ok:
@@ -120,7 +124,7 @@ class SamplingParams:
             ("max_tokens", _is_int(self.max_tokens) and self.max_tokens >= 1, "an integer of at least 1"),
             (
                 "min_tokens",
-                _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+                _is_int(self.min_tokens) and _is_int(self.max_tokens) and 0 <= self.min_tokens <= self.max_tokens,
                 "an integer from 0 to max_tokens",
             ),
             (
@@ -180,7 +184,7 @@ class SamplingParams:
             ("n", _is_int(self.n) and 1 <= self.n <= MAX_SAMPLES, f"an integer 1 to {MAX_SAMPLES}"),
             (
                 "n",
-                self.n == 1 or self.temperature > 0.0,
+                self.n == 1 or (_is_finite(self.temperature) and self.temperature > 0.0),
                 f"1 with temperature 0, which gives {self.n} equal texts; set sampling.temperature above 0",
             ),
         ]

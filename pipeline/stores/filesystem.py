@@ -216,10 +216,10 @@ class RemoteFilesystem:
             info = self._info(fs, path)
             if info["type"] == "directory":
                 raise FileNotFoundError(path)
-            data, tag = fs.cat_file(path, **alone), _tag(info)
+            data, tag = fs.cat_file(path, **alone), etag(info)
             if len(data) != int(info["size"]):
                 raise ShortRead(f"received {len(data)} of {info['size']} bytes")
-            if tag is not None and tag != md5(data) and tag != _tag(fs.info(path)):
+            if tag is not None and tag != md5(data) and tag != etag(fs.info(path)):
                 raise ShortRead("the file was replaced while it was read")
             return data, tag
 
@@ -350,6 +350,7 @@ def _first_key(fs: Any, bucket: str, prefix: str) -> str | None:
     return found[0]["Key"] if found else None
 
 
-def _tag(info: Mapping[str, Any]) -> str | None:
+def etag(info: Mapping[str, Any]) -> str | None:
+    """Return the entity tag in fsspec's info of a file, or None."""
     tag = info.get("ETag") or info.get("etag")
     return tag.strip('"') if isinstance(tag, str) and tag else None

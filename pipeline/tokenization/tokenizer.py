@@ -133,13 +133,7 @@ class Tokenizer:
 
         Raises ConfigError for a text with a lone surrogate, which no tokenizer accepts.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError(
-                f"lone surrogate at character {error.start} of the text {text!a:.80}: it is not valid Unicode; decode "
-                'bytes with errors="replace"'
-            ) from None
+        _check_unicode(text)
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -171,8 +165,9 @@ class Tokenizer:
 
         After a blank, a word has other tokens than at the beginning of a text, so the prompt's last tokens are encoded
         with it. If its first characters would merge with the prompt's last ones, and after a control token, it is
-        encoded by itself.
+        encoded by itself. Raises ConfigError for a text with a lone surrogate.
         """
+        _check_unicode(text)
         last = tuple(ids[-_CONTEXT_TOKENS:])
         is_label = len(text) <= _LABEL_LENGTH  # cached: a job's prompts end alike, and its labels repeat
         return list(self._continued(last, text) if is_label else self._continue(last, text))
@@ -353,3 +348,13 @@ def _any_of(tokens: Mapping[str, int]) -> re.Pattern[str] | None:
     """Match the longest of the texts at the leftmost position, like the tokenizer's own search."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"lone surrogate at character {error.start} of the text {text!a:.80}: it is not valid Unicode; decode "
+            'bytes with errors="replace"'
+        ) from None

@@ -254,6 +254,8 @@ ADDED = [
     ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, fp8-per-token, int8; got 'fp16'"),
     ("engine: {quantization: awq}\n", "named model.quantization here; quantized checkpoints"),
     ("engine: {gpu_memory_utilization: 90}\n", "expected at most 1"),
+    ("engine: {gpu_memory_utilization: .nan}\n", "gpu_memory_utilization: expected a finite number; got nan"),
+    ("engine: {max_num_seqs: .nan}\n", "max_num_seqs: expected an integer; got nan"),
     ("engine: {cpu_offload_gb: -1}\n", "expected at least 0"),
     (
         "engine: {kv_cache_memory_bytes: lots}\n",

@@ -122,3 +122,29 @@ def test_other_commands_and_urls_are_accepted(job):
     ):  # fmt: skip
         with pytest.raises(JobFileError, match=message):
             job({}, SERVER % server)
+
+
+@pytest.mark.parametrize(("text", "options", "expected"), [
+    ("server: {url: '${URL}', windw: 2}\nstorage_options: {s3: {profile: x}}\n",
+     {}, ["input.path: the env", "output.path: the env", "server.url: the environment variable URL",
+          "server.windw: unknown key"]),
+    ("sampling: {structured_outputs: {json_file: '${DAY}.json'}, max_tokens: few}\n",
+     {}, ["input.path: ", "output.path: ", "sampling.max_tokens: expected", "structured_outputs.json_file: the env"]),
+    ("sampling: {structured_outputs: {json_file: missing.json}, max_tokens: few}\n",
+     {"environ": {"DAY": "1"}}, ["sampling.max_tokens: expected", "json_file: missing.json: cannot be read"]),
+    ("vars: {a: x}\nrun: {actor: 1}\n", {},
+     ["input.path", "output.path", "run.actor: unknown key", "vars.a: is not used"]),
+    ("run: {actor: 1, notify: \"\\ud800\"}\ntask: {type: choice, labels: [a, \"\\ud800\"]}\n",
+     {"environ": {"DAY": "1"}},
+     ["run.actor: unknown key", "run.notify: contains a lone surrogate", "task.labels[1]: contains a lone surrogate"]),
+    ("", {"sets": ["nonsense", "a..b=1"], "overlays": ["missing.yaml"]},
+     ["missing.yaml: no such file", "--set nonsense: expected key=value", "--set a..b=1: expected key=value"]),
+])  # fmt: skip
+def test_mistakes_of_all_kinds_are_named_at_once(job, text, options, expected):
+    rest = JOB.replace('sampling: {stop: ["${DATA}"]}\n', "")
+    with pytest.raises(JobFileError) as error:
+        job(**{"environ": {}, "text": rest + text, **options})
+    found = [str(mistake) for mistake in error.value.mistakes]
+    assert [mistake.partition("\n")[0] for mistake in found if not any(part in mistake for part in expected)] == []
+    assert all(any(part in mistake for mistake in found) for part in expected)
+    assert len(found) == len(expected)

@@ -51,7 +51,7 @@ def test_short_forms_are_accepted(more: str):
 
 # Mistakes that no schema can see: keys that must agree with each other, and the meaning of a text.
 BEYOND_A_SCHEMA = (
-    "got nan",  # JSON has no such number
+    "finite number of at least 0; got nan", "finite number; got nan",  # JSON has no such number
     "prompt.template: ",  # not a template
     "min_tokens 300 is more than max_tokens 256", "run.max_runtime: expected more than 0", "names no column",
     "indices, conversions and nested", "is not in the prompt", "not with messages", "special_tokens: template needs",

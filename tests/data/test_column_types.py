@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.prompts import PromptSpec
-from pipeline.data.source import cut_windows, open_source
+from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.data.units import Unit, UnitSpec, window_units
 from pipeline.errors import ConfigError, InputError
 
@@ -306,3 +306,15 @@ def test_times_out_of_pythons_range_are_kept(write, nested):
         folder = write("a.parquet", pa.table({"c": column}))
         kept, own = outcome(folder, "{c}", ["c"])[1]["c"], pq.read_table(folder)["c"]
         assert kept.equals(own.cast(kept.type)), kind
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_int96_times_of_any_year_are_right(write, nested):
+    years = pa.array([datetime.datetime(y, 12, 31, 23, 59, 59, 999_999) for y in (1, 1600, 9999)], pa.timestamp("us"))
+    column = NESTED[nested](years)
+    folder = write("a.parquet", pa.table({"c": column}), use_deprecated_int96_timestamps=True)
+    for max_rows in (9, 2):  # whole row groups, and slices of them
+        source = open_source(folder)
+        read = [read_window(source, window, ["c"])["c"] for window in cut_windows(source, max_rows, 2**30)]
+        assert [v for part in read for v in part.to_pylist()] == column.to_pylist()
+    assert outcome(folder, "{c}", ["c"])[1]["c"].to_pylist() == column.to_pylist()

@@ -3,6 +3,8 @@
 import gzip
 import json
 import pickle
+import subprocess
+import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
 from pipeline.data.units import UnitSpec, make_units
 from pipeline.errors import InputError
+from pipeline.report.record.data_warnings import input_warnings
 from tests.data.test_source import BIG, rows_of
 
 PACK = {
@@ -157,6 +160,8 @@ BAD = [
     (b"{" * 20_000, "not JSON"),
     (b'{"x": ' + b"[" * 20_000, "not JSON"),
     (b'{"x": ' + b"9" * 5000 + b"}", "not JSON: "),
+    (b'{"x": [-1e400]}', "the number -1e400 is out of range"),
+    (b'{"x": ' + b"9" * 400 + b".0}", "the number 9999.* is out of range"),
 ]
 
 
@@ -193,6 +198,23 @@ def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, m
     source = open_source(str(tmp_path), on_corrupt="skip")
     assert [f.relative for f in source.files] == ["a.jsonl"]
     assert [f.relative for f in source.skipped] == [name]
+
+
+def test_a_large_compressed_file_is_named_with_a_command_that_avoids_its_cost(tmp_path):
+    rows = [{"x": i} for i in range(9)]
+    for name in ("a.jsonl.gz", "b.ndjson.zst", "c.jsonl", "d.jsonl.gz"):
+        put(tmp_path, name, rows)
+    source = open_source(str(tmp_path))
+    assert source.large_compressed == []
+    sizes = [2 * 10**9, 2 * 10**9, 2 * 10**9, 10**8]
+    large = replace(source, files=tuple(replace(f, size=size) for f, size in zip(source.files, sizes, strict=True)))
+    assert large.large_compressed == ["a.jsonl.gz", "b.ndjson.zst"]
+    (warning,) = input_warnings([], [], large.large_compressed)
+    text = warning.to_text()
+    assert text.startswith("2 large compressed files of JSON Lines (a.jsonl.gz): each window decompresses")
+    command = text.partition("python -c ")[2].strip('"').replace("FILE", "b.ndjson.zst")
+    subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True)
+    assert (tmp_path / "rows.jsonl").read_bytes() == lines(rows)
 
 
 def test_lines_without_a_row_have_no_column(tmp_path):

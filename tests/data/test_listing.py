@@ -48,6 +48,15 @@ def test_file_folder_and_glob(write, tmp_path):
     assert names(f"{folder}/?/2*") == ["a/2024/c.parquet"]
 
 
+def test_a_path_in_another_unicode_form_is_named(write):
+    folder = write("cafe\u0301.parquet", texts(1))
+    with pytest.raises(
+        InputError, match=r'does not exist; .* differs only in its Unicode form; .*"cafe\\u0301\.parquet"'
+    ):
+        open_source(f"{folder}/caf\xe9.parquet")
+    assert open_source(f"{folder}/cafe\u0301.parquet").num_rows == 1
+
+
 def test_links_are_followed_and_broken_ones_refused(write, tmp_path):
     folder = write("a/2024/c.parquet", texts(2))
     os.symlink(f"{folder}/a", tmp_path / "link")
@@ -384,7 +393,7 @@ LEFT = {
 }
 HIDDEN = {
     "_SUCCESS": b"", ".gitattributes": b"*.parquet lfs", "_metadata": b"PAR1", "_common_metadata": b"PAR1",
-    "data/.part-0.parquet.crc": b"crc", "_delta_log/0.json": b"{}", "_temporary/0/a.parquet": b"",
+    "data/.part-0.parquet.crc": b"crc", "_temporary/0/a.parquet": b"",
     ".cache/huggingface/a.parquet.lock": b"",
 }  # fmt: skip
 
@@ -422,6 +431,42 @@ def test_files_of_other_formats_are_passed_over_and_named(store, write):
             source = open_source(path, storage, mode)
             assert [file.relative for file in source.files] == names
             assert (source.passed_over, source.skipped) == (tuple(sorted(LEFT)), ())
+
+
+@pytest.mark.parametrize(("log", "kind"), [
+    ("_delta_log/00000000000000000000.json", "a Delta Lake table"),
+    ("metadata/00002-5f0a.metadata.json", "an Iceberg table"),
+    (".hoodie/hoodie.properties", "a Hudi table"),
+    ("_spark_metadata/0", "the output of a Spark stream"),
+])  # fmt: skip
+def test_a_table_whose_log_names_its_files_is_refused_however_it_is_named(store, write, log, kind):
+    folder = write("table/data/day=1/ab/a.parquet", texts(1))
+    write("table/data/day=2/b.parquet", texts(1))
+    write("plain/day=1/a.parquet", texts(1))
+    of_data = "metadata" in log  # Iceberg's files are in a folder of their own
+    leave(folder, {f"table/{log}" if of_data else f"table/data/{log}": b"{}"})
+    leave(folder, {f"plain/old/{log}": b"{}"})  # with no file to read
+    bucket = store.bucket
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            bucket.upload(path, f"{kind}/{path.relative_to(folder)}")
+    inside = (
+        "",
+        "table",
+        "table/data",
+        "table/data/day=2",
+        "*/*/day=*/*",
+        "table/data/day=2/*.parquet",
+        "**/a.parquet",
+    )
+    for path in inside:
+        for opened in ((f"{folder}/{path}", {}), (bucket.url(f"{kind}/{path}"), bucket.storage)):
+            with pytest.raises(InputError, match=rf"/table(/data)? is {kind} .*current") as raised:
+                open_source(*opened)
+            assert raised.value.exit_code == 2
+    for path in ("table/data/day=2/b.parquet", "plain", "plain/day=*"):  # a file that the user names is read
+        assert open_source(f"{folder}/{path}").num_rows == 1
+        assert open_source(bucket.url(f"{kind}/{path}"), bucket.storage).num_rows == 1
 
 
 @pytest.mark.parametrize("name", ["x.parquet", "x.PARQUET", "data/part-00000", "x.parquet.gz", "x.pq"])

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 
 import pyarrow as pa
 import pytest
@@ -36,6 +37,24 @@ def test_images_of_a_column_reach_the_server():
 def test_a_chat_as_json_is_passed_through():
     chat = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]}]
     assert rendered(pa.array([json.dumps(chat)])) == chat
+
+
+@pytest.mark.parametrize(("part", "message"), [
+    ({"type": "image", "image": b""}, r"content\[1\]: a part of type 'image' whose image is null, missing or empty"),
+    ({"type": "image", "image": None}, r"content\[1\]: a part of type 'image' whose image"),
+    ({"type": "image_url", "image_url": None}, r"content\[1\]: a part of type 'image_url' whose image_url"),
+    ({"type": "image_url", "image_url": {"url": b""}}, r"content\[1\]\.image_url\.url: 0 bytes"),
+    ({"type": "image_url", "image_url": {"url": ""}}, r"content\[1\]\.image_url\.url: a url without data"),
+    ({"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}, r"content\[1\]\.image_url\.url: a url"),
+    ({"type": "input_audio", "input_audio": {"data": b""}}, r"content\[1\]\.input_audio\.data: 0 bytes"),
+])  # fmt: skip
+def test_a_part_without_its_data_is_refused(part, message):
+    spec = PromptSpec(messages="chat", media=True)
+    texts = {"type": "text", "text": "data:,"}  # text that looks like a url is text
+    chats = pa.array([[{"role": "user", "content": [{**texts, **dict.fromkeys(part)}, {"text": None, **part}]}]])
+    out = render(pa.table({"chat": chats}), spec)
+    assert out.errors == ["invalid_messages"]
+    assert re.match(rf"column 'chat', message 0: {message}", out.messages[0] or "")
 
 
 def test_our_own_engine_refuses_images():

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import tracemalloc
 from decimal import Decimal
 
@@ -104,6 +105,11 @@ def test_columns_that_cannot_be_prompts():
     for spec in ({"column": "n"}, {"column": "chat"}, {"messages": "chat"}, {"messages": "n"}, {"template": "{span}"}):
         with pytest.raises(ConfigError, match="prompt"):
             PromptSpec(**spec).check(schema)
+    for one, other, written in (("caf\xe9", "cafe\u0301", r"cafe\\u0301"), ("cafe\u0301", "caf\xe9", r"caf\\xe9")):
+        with pytest.raises(
+            ConfigError, match=f'differs only in its Unicode form; write it in double quotes as "{written}"'
+        ):
+            PromptSpec(column=one).check(pa.schema([("a", pa.string()), (other, pa.string())]))
     with pytest.raises(ConfigError, match="did you mean 'text'"):
         PromptSpec(template="{txt}").check(schema)
 
@@ -273,7 +279,7 @@ FORMED = {
     "clock": pa.array([DAY.time(), DAY.time(), None], pa.time32("s")),
     "text": ["a", "b{n}", "c"],
     "doc": [{"title": "T", "by": {"name": "N", "ids": [1, 2]}}, {"title": None, "by": None}, None],
-    "json": ['{"a": {"b": 1.0}, "c": "x"}', '{"a": [1]}', "no json"],
+    "json": ['{"a": {"b": 1.0}, "c": "x"}', '{"a": [1]}', "{}"],
 }
 
 
@@ -287,6 +293,7 @@ FORMED = {
     ("{doc.title}: {doc.by.name}", ["T: N", "doc.title", "doc.title"]),
     ("{doc.by} {doc.by.ids}", ['{"name":"N","ids":[1,2]} [1,2]', "doc.by", "doc.by"]),
     ("{json.a} {json.c}", ['{"b":1.0} x', "json.c", "json.a"]),
+    ("{json.c} {json.c.d}", ["json.c.d", "json.c", "json.c"]),
     ("{json.a.b}", ["1.0", "json.a.b", "json.a.b"]),
     ("{json.__class__}", ["json.__class__"] * 3),
 ])  # fmt: skip
@@ -294,7 +301,30 @@ def test_values_in_a_form_and_fields_of_fields(template, expected):
     out = render(pa.table(FORMED), PromptSpec(template=template))
     got = [p if p is not None else m.split("'")[1] for p, m in zip(out.prompts, out.messages, strict=True)]
     assert got == expected
-    assert set(out.errors) <= {None, "null_prompt"}
+    assert set(out.errors) <= {None, "null_prompt", *["invalid_value"] * ("json" in template)}
+
+
+@pytest.mark.parametrize(("text", "error", "message"), [
+    ("no json", "invalid_value", "column 'json.a.b': the text of 'json': not JSON: Expecting value"),
+    ('{"a": 1,}', "invalid_value", "column 'json.a.b': the text of 'json': not JSON"),
+    ('{"a": {"b": -1e400}}', "invalid_value", ".*: the number -1e400 is out of range"),
+    ("[1, 2]", "invalid_value", r"column 'json.a.b': 'json' is \[1, 2\], expected a JSON object"),
+    ('{"a": "x"}', "invalid_value", "column 'json.a.b': 'json.a' is \"x\", expected a JSON object"),
+    (b'{"a": {"b": "\xff"}}', "invalid_utf8", "column 'json.a.b': byte 13 is not UTF-8"),
+    (b'{"a": {"b": "x"}}' + b" " * 2_000, "prompt_too_large", "2017 bytes, expected at most 1000"),
+    ('{"a": {"b": null}}', "null_prompt", "column 'json.a.b' is null"),
+    ('{"a": null}', "null_prompt", "column 'json.a.b' is null"),
+    ("null", "null_prompt", "column 'json.a.b' is null"),
+    (" ", "null_prompt", "column 'json.a.b' is null"),
+    (None, "null_prompt", "column 'json.a.b' is null"),
+])  # fmt: skip
+def test_text_without_a_field_has_its_reason_and_only_nulls_are_filled(text, error, message):
+    table = pa.table({"json": pa.array([text], pa.binary() if isinstance(text, bytes) else pa.string())})
+    out = render(table, PromptSpec(template="{json.a.b}", max_bytes=1000))
+    assert out.errors == [error]
+    assert re.match(message, out.messages[0] or "")
+    filled = render(table, PromptSpec(template="{json.a.b}", max_bytes=1000, defaults={"json.a.b": "-"}))
+    assert filled.errors == [None if error == "null_prompt" else error]
 
 
 def test_a_column_whose_name_has_dots_precedes_a_field():

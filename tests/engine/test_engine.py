@@ -1,7 +1,9 @@
 """The engine's public contract on a tiny random model: order, ends, logprobs, seeds, stop strings, poisoned blocks."""
 
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -333,11 +335,25 @@ def test_a_closed_engine_says_so(folder: Path) -> None:
         engine.add(Request(0, [1], greedy(1)))
 
 
+@pytest.mark.parametrize("value", [None, "x", b"", [], {}, object, "\ud800", math.nan])
+def test_parameters_of_another_type_are_refused_by_name(value: Any) -> None:
+    for name in ("max_tokens", "min_tokens", "temperature", "n"):
+        with pytest.raises(ConfigError, match=rf"sampling\.{name} = .*: expected "):
+            SamplingParams(**{name: value})
+    for name in ("max_pattern_size", "min_pattern_size", "min_count"):
+        with pytest.raises(ConfigError, match=rf"sampling\.repetition_detection\.{name} = .*: expected "):
+            RepetitionDetectionParams(**{"max_pattern_size": 4, "min_count": 2, name: value})
+
+
 def test_what_is_no_prompt_or_no_params_is_refused_before_anything_is_computed(folder: Path) -> None:
     fine = greedy(1)
     with float32_engine(folder) as engine:
         with pytest.raises(ConfigError, match=r"lone surrogate at character 2 of the text 'ok\\ud800'"):
             engine.generate(["fine", "ok\ud800"], fine)
+        with pytest.raises(ConfigError, match="lone surrogate at character 1"):
+            engine.choose(["fine"], labels=["no", "x\ud800"])
+        with pytest.raises(ConfigError, match="lone surrogate at character 1"):
+            engine.score(["fine"], completions=["x\ud800"])
         for prompts in ([b"Hello"], [bytearray(b"Hello")], [None], 3):
             with pytest.raises(ConfigError, match="expected a string or the ids"):
                 engine.generate(prompts, fine)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,6 +19,8 @@ from pipeline.stores.ranged_file import RangedFile
 from pipeline.stores.redaction import error_text, redacted
 from pipeline.stores.store_errors import SET_CREDENTIALS, Failure, client_error, failure_of
 
+# Unit in which INT96 times are read. Arrow's default, ns, wraps silently outside of the years 1678 to 2261.
+INT96_UNIT: Literal["us"] = "us"
 _TAIL_BYTES = 64 * 1024  # fits most footers, so that most files need one read
 _MAGIC, _MAGIC_ENCRYPTED = b"PAR1", b"PARE"
 _COMPRESSED = (".gz", ".gzip", ".zst", ".zstd", ".bz2", ".lz4", ".snappy")
@@ -54,7 +56,7 @@ def read_footer(fs: Any, path: str, size: int, name: str) -> Footer:
     tail = footer_bytes(fs, path, size, name)
     handle = _FooterOnlyFile(size, tail, name)
     try:
-        file = pq.ParquetFile(pa.PythonFile(handle, "r"), pre_buffer=False)
+        file = pq.ParquetFile(pa.PythonFile(handle, "r"), pre_buffer=False, coerce_int96_timestamp_unit=INT96_UNIT)
         metadata, schema = file.metadata, file.schema_arrow
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if min(rows, default=0) < 0 or sum(rows) != metadata.num_rows:

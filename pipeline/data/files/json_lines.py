@@ -25,6 +25,7 @@ from pipeline.data.files.footer import DamagedFile, decoding, reading
 from pipeline.data.files.json_types import column_of
 from pipeline.data.files.listing import is_local
 from pipeline.data.files.source_file import LineBlocks, Slice, SourceFile, StoredRanges, changed
+from pipeline.data.json_text import BadJson, parse_json
 from pipeline.stores.filesystem import secrets_in
 
 BLOCK_BYTES = 1 << 20  # windows are cut at blocks: another value changes the windows of existing outputs
@@ -185,15 +186,17 @@ def _rows(block: bytes, first_line: int) -> Iterator[tuple[int, dict[str, Any] |
 def parse_line(line: bytes) -> dict[str, Any]:
     """Parse the JSON object of a line. Raises BadLine."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = parse_json(line.decode("utf-8"))
         if b"\\u" in line:  # a lone surrogate is not valid text
             json.dumps(row, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise BadLine(f"byte {error.start + 1} is not UTF-8") from None
     except UnicodeEncodeError:
         raise BadLine("contains a lone surrogate (\\ud800 to \\udfff)") from None
-    except (ValueError, RecursionError) as error:
-        raise BadLine(f"not JSON: {error}") from None
+    except BadJson as error:
+        raise BadLine(str(error)) from None
+    except RecursionError as error:
+        raise BadLine(f"nested too deeply: {error}") from None
     if not isinstance(row, dict):
         hint = "; JSON Lines has one object per line, not an array" if isinstance(row, list) else ""
         raise BadLine(f'expected an object such as {{"text": "..."}}{hint}')

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from pipeline.data.columns import same_characters
 from pipeline.data.files.footer import reading
+from pipeline.data.files.table_logs import refuse_tables
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import filesystem, protocols
 from pipeline.stores.redaction import error_text, secrets_of, shown_url
@@ -44,7 +46,8 @@ class Found:
 def find_files(path: str, storage: dict[str, Any], retries: RetryCounts | None = None) -> Found:
     """List the files of `path`.
 
-    Raises InputError if there is nothing to read, EnvironmentFailed if the listing fails.
+    Raises InputError if there is nothing to read, or the files are those of a table with a log (`table_logs`), and
+    EnvironmentFailed if the listing fails.
     """
     name = f"input.path {shown_url(path)}"
     if path.startswith(("http://", "https://")) and "?" in path:
@@ -62,6 +65,10 @@ def find_files(path: str, storage: dict[str, Any], retries: RetryCounts | None =
     if [posixpath.join(root, f) for f in sizes] == [full]:
         return Found(fs, root, list(sizes.items()), is_named=True)  # any name is allowed
     found = sorted((f, n) for f, n in sizes.items() if not is_passed_by(f))
+    with reading(name, secrets):
+        is_folder = not any(c in full for c in _MAGIC)
+        listed = sizes if is_folder and not is_local(fs) else None
+        refuse_tables(fs, root, [relative for relative, _ in found], listed, is_local(fs), name)
     if not found:
         raise InputError(f"{name}: contains no files (names that start with _ or . are skipped)")
     for relative, _ in found:
@@ -169,6 +176,10 @@ def _no_file(path: str) -> str | None:
 
 def _looked_for(path: str, full: str) -> str:
     """Return a note on the resolved local path, unless it is obvious from what the user wrote."""
+    folder, base = os.path.split(full)
+    if os.path.isdir(folder) and (same := same_characters(base, os.listdir(folder))):
+        escaped = same.encode("unicode_escape").decode()
+        return f'; {same!r} in {folder} differs only in its Unicode form; write it in double quotes as "{escaped}"'
     if path != path.strip():
         return "; the path begins or ends with whitespace"
     if path.endswith(full):

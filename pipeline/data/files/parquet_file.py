@@ -14,7 +14,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.files.footer import DamagedFile, decoding, digest, footer_bytes, metadata_of, reading
+from pipeline.data.files.footer import (
+    INT96_UNIT,
+    DamagedFile,
+    decoding,
+    digest,
+    footer_bytes,
+    metadata_of,
+    reading,
+)
 from pipeline.data.files.listing import is_local
 from pipeline.data.files.source_file import Slice, SourceFile, StoredRanges, changed
 from pipeline.stores.filesystem import secrets_in
@@ -70,6 +78,7 @@ def _open(fs: Any, path: str, name: str, file: SourceFile, whole: bool) -> Itera
                     read_dictionary=_texts(metadata.schema),
                     arrow_extensions_enabled=False,  # the JSON extension type cannot be read as a dictionary
                     page_checksum_verification=True,
+                    coerce_int96_timestamp_unit=INT96_UNIT,
                     # whole row groups: fetch all ranges together; slices: stream, to never hold a huge group
                     pre_buffer=whole,
                     buffer_size=0 if whole else 1 << 20,

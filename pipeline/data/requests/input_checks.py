@@ -61,6 +61,7 @@ class FileNotes:
     name: str  # for messages
     hashes: "array[int]" = field(default_factory=lambda: array("Q"))  # of each custom_id
     endpoints: dict[Endpoint, int] = field(default_factory=dict)
+    unknown_url: tuple[int, object] | None = None
     models: dict[str, int] = field(default_factory=dict)
     dimensions: dict[int | None, int] = field(default_factory=dict)  # of embedding requests
     ignored: set[str] = field(default_factory=set)
@@ -76,6 +77,8 @@ class FileNotes:
         self.hashes.append(_hash(found.custom_id))
         if found.endpoint is not None:
             self.endpoints.setdefault(found.endpoint, number)
+        elif self.unknown_url is None:
+            self.unknown_url = number, line.get("url")
         if found.model is not None and len(self.models) < 2:
             self.models.setdefault(found.model, number)
         if found.endpoint == "embedding" and len(self.dimensions) < 2:
@@ -96,8 +99,11 @@ def requests_of(notes: list[FileNotes], lines_of: Callable[[int], Iterator[tuple
     for key, found in (("url", urls), ("body.model", models), ("body.dimensions", dimensions)):
         _refuse_several(key, found)
     if not urls:
+        unknown = next((n for n in notes if n.unknown_url is not None), None)
+        line, url = (unknown and unknown.unknown_url) or (0, None)
+        found = f"the url of {(unknown or notes[0]).name}:{line} is {shortened(url)}; " if url is not None else ""
         raise InputError(
-            f"{notes[0].name}: contains no request of OpenAI's Batch API; expected lines such as {EXPECTED_LINE}"
+            f"{notes[0].name}: contains no request of OpenAI's Batch API; {found}expected lines such as {EXPECTED_LINE}"
         )
     _refuse_duplicates(notes, lines_of)
     ignored = {name for each in notes for name in each.ignored}

@@ -8,6 +8,7 @@ completion that ignores part of its request is worse than none.
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,11 @@ ENDPOINTS: Mapping[str, Endpoint] = {
 }
 _EXPECTED_URL = ", ".join(ENDPOINTS)
 OTHER_ENDPOINTS = ("responses", "moderations", "images/generations", "images/edits", "videos")
+# A path as of OpenAI or Azure (`/chat/completions`, `/openai/deployments/NAME/...`), or a whole url.
+_URL = re.compile(
+    r"(?:https?://[^/?#]+(?:/[^?#]*?)?|(?:/?openai)?(?:/?v1)?(?:/?deployments/[^/?#]+)?)/?"
+    rf"(?<![^/])({'|'.join([*(url.removeprefix('/v1/') for url in ENDPOINTS), *OTHER_ENDPOINTS])})/?(?:[?#].*)?"
+)
 
 # Fields that affect how a response is delivered, stored or billed, but not its tokens.
 IGNORED = ("stream", "stream_options", "user", "metadata", "store", "service_tier", "safety_identifier",
@@ -102,8 +108,8 @@ def heading(line: Mapping[str, Any]) -> Heading:
     """Return the properties of a line that all lines must agree on. Raises NoRequest for a missing custom_id, an
     unsupported endpoint, or an invalid number of dimensions."""
     custom_id, url, body = id_of(line), line.get("url"), line.get("body")
-    if isinstance(url, str) and url.removeprefix("/v1/") in OTHER_ENDPOINTS:
-        raise NoRequest(f"url {url} is not supported; expected {_EXPECTED_URL}")
+    if _path(url) in OTHER_ENDPOINTS:
+        raise NoRequest(f"url {shortened(url)} is not supported; expected {_EXPECTED_URL}")
     body = body if isinstance(body, dict) else {}
     model = body.get("model")
     ignored = tuple(name for name in IGNORED if body.get(name) is not None)
@@ -123,7 +129,13 @@ def request(line: Mapping[str, Any], endpoint: Endpoint) -> BatchRequest:
 
 
 def _endpoint(url: object) -> Endpoint | None:
-    return ENDPOINTS.get(url) if isinstance(url, str) else None
+    return ENDPOINTS.get(f"/v1/{_path(url)}")
+
+
+def _path(url: object) -> str | None:
+    """Return the endpoint's path, such as `chat/completions`; None for another url."""
+    found = _URL.fullmatch(url) if isinstance(url, str) else None
+    return found and found[1]
 
 
 def _read(line: Mapping[str, Any], endpoint: Endpoint) -> tuple[str, dict[str, Any]]:

@@ -120,7 +120,9 @@ def _input(config: JobConfig, source: Source) -> dict[str, Any]:
         "skipped_files": [{"file": f.relative, "bytes": f.size, "reason": f.reason} for f in source.skipped],
         "columns": {f.name: str(f.type) for f in source.schema},
     }
-    warnings = [vars(warning) for warning in input_warnings(source.passed_over, source.unified_texts)]
+    warnings = [
+        vars(warning) for warning in input_warnings(source.passed_over, source.unified_texts, source.large_compressed)
+    ]
     return {"input": facts, "warnings": warnings}
 
 

@@ -119,7 +119,9 @@ def run_job(
                 retried_limits=plan.retried_limits,
             )
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
-            log.warnings = input_warnings(plan.source.passed_over, plan.source.unified_texts)
+            log.warnings = input_warnings(
+                plan.source.passed_over, plan.source.unified_texts, plan.source.large_compressed
+            )
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - started_ns) // 1000
             reporter = RunReporter(

@@ -9,12 +9,19 @@ from typing import Literal
 
 from pipeline.formatting import counted
 
-WarningKind = Literal["files_passed_over", "columns_unified", "control_tokens_in_template", "control_tokens_in_rows"]
+WarningKind = Literal[
+    "files_passed_over",
+    "columns_unified",
+    "large_compressed_lines",
+    "control_tokens_in_template",
+    "control_tokens_in_rows",
+]
 
 MAX_FEW_ROWS = 3  # up to this many rows with texts of control tokens are not reported: `<s>` is HTML too
 _COUNTED: dict[WarningKind, tuple[str, str]] = {
     "files_passed_over": ("file", "of another format skipped"),
     "columns_unified": ("column", "stored in several types"),
+    "large_compressed_lines": ("large compressed file", "of JSON Lines"),
     "control_tokens_in_template": ("row", "with control tokens that the job file writes as text"),
     "control_tokens_in_rows": ("row", "with texts of control tokens in the data"),
 }
@@ -22,6 +29,9 @@ _ADVICE: dict[WarningKind, str] = {
     "files_passed_over": "convert files that hold rows to Parquet or JSON Lines",
     "columns_unified": "values are converted to one type that holds them all, which also determines their form in "
     "prompts",
+    "large_compressed_lines": "each window decompresses its file from the beginning; use the decompressed file, "
+    """python -c "import pyarrow as a, shutil; """
+    """shutil.copyfileobj(a.input_stream('FILE'), open('rows.jsonl', 'wb'))\"""",
     "control_tokens_in_template": "the model reads them as plain text; use prompt.messages for chats, prompt.chat for "
     "a single turn, or set prompt.special_tokens: template",
     "control_tokens_in_rows": "text from data is never a control token; use prompt.messages for chats, or prompt.chat "
@@ -76,8 +86,14 @@ def data_warning(kind: WarningKind, count: int, example: str) -> DataWarning:
     return DataWarning(kind, count, example, _ADVICE[kind])
 
 
-def input_warnings(passed_over: Sequence[str], unified: Sequence[str]) -> list[DataWarning]:
+def input_warnings(
+    passed_over: Sequence[str], unified: Sequence[str], large_compressed: Sequence[str]
+) -> list[DataWarning]:
     """Return the warnings about the input found at planning. passed_over: files of other formats. unified: descriptions
-    of columns that files store in several types."""
-    found: dict[WarningKind, Sequence[str]] = {"files_passed_over": passed_over, "columns_unified": unified}
+    of columns that files store in several types. large_compressed: files that each window decompresses again."""
+    found: dict[WarningKind, Sequence[str]] = {
+        "files_passed_over": passed_over,
+        "columns_unified": unified,
+        "large_compressed_lines": large_compressed,
+    }
     return [data_warning(kind, len(each), each[0]) for kind, each in found.items() if each]

@@ -81,9 +81,11 @@ def test_texts_to_embed_keep_their_encoding(tmp_path):
     ({"a.jsonl": [named(1, embedding, dimensions=4)], "b.jsonl": [named(2, embedding)]},
      r"b\.jsonl:1: body\.dimensions is missing, but 4 in \S+a\.jsonl:1; all lines"),
     ({"a.jsonl": [named(1, embedding, dimensions=0)]}, r"a\.jsonl:1: body\.dimensions: expected .* at least 1, got 0"),
-    ({"a.jsonl": [{"custom_id": "1", "url": "/v1/responses"}]}, r"a\.jsonl:1: url /v1/responses is not supported"),
+    ({"a.jsonl": [{"custom_id": "1", "url": "/v1/responses"}]}, r"a\.jsonl:1: url '/v1/responses' is not supported"),
     ({"a.jsonl": [{"custom_id": "1"}]},
      r"a\.jsonl: contains no request of OpenAI's Batch API; expected lines such as"),
+    ({"a.jsonl": [{"custom_id": "1", "url": "https://x.example/v1/answers"}]},
+     r"contains no request .*the url of \S+a\.jsonl:1 is 'https://x.example/v1/answers'; expected lines such as"),
     ({"a.jsonl": []}, r"contains no request"),
 ])  # fmt: skip
 def test_an_input_is_refused_with_its_lines_named(tmp_path, files, message):

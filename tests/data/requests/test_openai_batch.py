@@ -166,6 +166,28 @@ def test_a_row_is_refused_by_the_name_of_a_field(line, message):
     assert len(row["refused"]) < 300
 
 
+@pytest.mark.parametrize("form", [
+    "/{}", "{}", "/v1/{}", "v1/{}", "/v1/{}/", "/{}/", "/openai/v1/{}", "/openai/deployments/my-gpt/{}?api-version=1",
+    "https://api.openai.com/v1/{}", "http://localhost:8000/v1/{}/", "https://x.example/{}",
+    "https://x.openai.azure.com/openai/deployments/my-gpt/{}?api-version=2024-10-21",
+])  # fmt: skip
+@pytest.mark.parametrize("make", [chat, text, embedding])
+def test_a_url_may_have_the_forms_of_other_services(make, form):
+    line = make()
+    endpoint = ENDPOINTS[line["url"]]
+    line["url"] = form.format(line["url"].removeprefix("/v1/"))
+    assert heading(line).endpoint == endpoint
+    assert request(line, endpoint).refused is None
+
+
+@pytest.mark.parametrize("url", [
+    "/v1/chat", "/v1/other/completions", "/v1chat/completions", "/xchat/completions", "/v1/embeddings2", "", None,
+    "https://", "https://completions", "/v1/chat/completions/x", "ftp://x/v1/embeddings", "https://x.example/v1/xcompletions",
+])  # fmt: skip
+def test_a_url_of_another_endpoint_has_none(url):
+    assert heading({**chat(), "url": url}).endpoint is None
+
+
 def test_a_row_with_missing_fields_has_no_values():
     row = Requests("chat").row({})
     assert row == {"custom_id": None, "messages": None, "refused": "method: expected POST, got None"}
@@ -176,7 +198,9 @@ def test_a_row_with_missing_fields_has_no_values():
     ({"custom_id": ""}, "no custom_id"),
     ({"custom_id": 5}, "custom_id is 5, expected text"),
     ({"custom_id": {"a": 1}}, "custom_id is an object of 1"),
-    ({"custom_id": "a", "url": "/v1/responses"}, "url /v1/responses is not supported; expected /v1/chat"),
+    ({"custom_id": "a", "url": "/v1/responses"}, "url '/v1/responses' is not supported; expected /v1/chat"),
+    ({"custom_id": "a", "url": "/responses/"}, "url '/responses/' is not supported"),
+    ({"custom_id": "a", "url": "https://api.openai.com/v1/images/edits"}, "url 'https://.*' is not supported"),
     (embedding(dimensions="4"), r"body\.dimensions: expected an integer of at least 1, got '4'"),
 ])  # fmt: skip
 def test_the_whole_input_is_refused(line, message):
