@@ -29,7 +29,8 @@ class ModelConfig:
     """A decoder with grouped-query attention: `layers`, and what all layers share.
 
     norm_kind: RMSNorm or LayerNorm. norm_offset: added to the stored weights of norms. embedding_scale: factor of the
-    input embeddings. logit_scale: factor of the logits. logit_softcap: bound of the logits by softcap * tanh(logit /
+    input embeddings. rounds_embedding_scale: the factor is rounded to the type of the embeddings, in which the model
+    was trained. logit_scale: factor of the logits. logit_softcap: bound of the logits by softcap * tanh(logit /
     softcap); 0: none. num_classes: of a sequence classification head, which replaces the one over the vocabulary.
     num_unused_layers: layers that the checkpoint has after these, to draft tokens (MTP).
     """
@@ -51,6 +52,7 @@ class ModelConfig:
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     num_unused_layers: int = 0
