@@ -9,6 +9,7 @@ import torch
 
 from pipeline.checkpoints.quantizer_files import CONFIG, quantization_options
 from pipeline.errors import ConfigError, ModelError
+from pipeline.kernels.activations.act_quant import rounds_all
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.families import FAMILIES, ON_A_SERVER, UNSUPPORTED, Family, FamilyFields, model_values
 from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
@@ -176,14 +177,14 @@ class ModelConfig:
 
     def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
         """Return the form of the linears for the cost model: 4-bit integers stay packed, all others are computed in 16
-        bits; with fp8 activations, quantized weights are one byte each. Experts stay as `bytes_on_gpu` says."""
+        bits; if all of them support fp8 activations, they are one byte each. Experts stay as `bytes_on_gpu` says."""
         if self.quantization is None:
             return DENSE
         form = replace(AWQ if is_int4(self.quantization) else DENSE, expert_bytes=bytes_on_gpu(self.quantization))
         if has_only_experts(self.quantization):
             return form
         group_size = self.quantization.group_size
-        fp8 = activation_dtype.startswith("fp8")
+        fp8 = activation_dtype.startswith("fp8") and rounds_all(activation_dtype, self.quantization)
         if fp8 or form.int4:
             return replace(form, group_size=group_size or self.hidden_size, fp8=fp8)
         return form

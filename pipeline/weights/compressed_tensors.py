@@ -53,8 +53,9 @@ class Scheme:
     targets: "Modules"
 
     @property
-    def has_int8(self) -> bool:
-        return self.bits == 8 and self.format in (PACKED, INTEGERS)
+    def form(self) -> str:
+        """See `formats.linear_forms`."""
+        return "codes" if self.format in FP4 else "fp8" if self.format == FLOATS8 else f"int{self.bits}"
 
 
 @dataclass(frozen=True)
