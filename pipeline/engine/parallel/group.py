@@ -53,6 +53,7 @@ class RankGroup:
         self.store = str(self._folder / "store")
         """File through which the ranks find each other."""
         self._reason: str | None = None
+        self._failure: Exception | None = None  # that a rank sent before it ended
         self._closed = False
         self._is_raised = False  # the loss has been raised, so the device did not block this process
         self._unanswered: list[int] = []  # ranks that have not answered the last call
@@ -142,7 +143,9 @@ class RankGroup:
                     if (failure := connection.recv()) is not None:
                         found.append((rank, *failure))
         found.sort(key=lambda failure: failure[1] == RankLost.__name__)
-        return self._error(*found[0]) if found else None
+        if found and self._failure is None:
+            self._failure = self._error(*found[0])
+        return self._failure
 
     def _error(self, rank: int, kind: str, text: str) -> Exception:
         text = f"rank {rank} of {self.size}: {text}"

@@ -247,7 +247,7 @@ def test_a_process_that_a_device_blocks_ends_itself(module: str, ending: str, re
         f"groups.RANK_MODULE = {module!r}\n"
         "group = groups.RankGroup(2, 1 << 20, exits_when_lost=True)\n"
         f"{ending}\n"
-        + ("time.sleep(30)" if is_blocked else "error = group.lost(OSError()); time.sleep(4); raise error")
+        + ("time.sleep(30)" if is_blocked else "group.lost(OSError()); time.sleep(4); raise group.lost(OSError())")
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=45)
     assert ran.returncode == (EnvironmentFailed.exit_code if is_blocked else 1)
