@@ -75,7 +75,7 @@ class RankGroup:
         ours, theirs = socket.socketpair()
         with theirs:
             fds = theirs.fileno(), memory_fd, life_fd
-            command = [sys.executable, "-m", RANK_MODULE, *map(str, fds)]
+            command = [sys.executable, "-m", RANK_MODULE, *map(str, fds), str(self._folder)]
             process = subprocess.Popen(
                 command, pass_fds=fds, stdin=subprocess.DEVNULL, env=child_environment(), start_new_session=True
             )

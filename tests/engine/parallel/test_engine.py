@@ -143,13 +143,16 @@ def test_ranks_end_with_a_killed_leader(tmp_path: Path) -> None:
         "import time; from tests.engine.parallel.test_engine import *\n"
         "built = engine(2); print(processes(built)[0], flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as leader:
+    command, environment = [sys.executable, "-c", program], os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as leader:
         assert leader.stdout is not None
         pid = int(leader.stdout.readline())
         assert psutil.pid_exists(pid)
+        assert list(tmp_path.glob("pipeline-ranks-*"))
         leader.kill()
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
     assert not psutil.pid_exists(pid)
+    assert not list(tmp_path.glob("pipeline-ranks-*"))
 
 
 @pytest.mark.parametrize(
