@@ -86,7 +86,7 @@ class CompressedFormat:
 
     @property
     def group_size(self) -> int | None:
-        sizes = [scheme.group_size for scheme in self.schemes]
+        sizes = [scheme.block[1] if scheme.block is not None else scheme.group_size for scheme in self.schemes]
         return None if None in sizes else min(size for size in sizes if size is not None)
 
     @property

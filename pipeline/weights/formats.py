@@ -1,6 +1,7 @@
 """Selection of the reader for a checkpoint's `quantization_config`. Other formats are rejected by name."""
 
 from collections.abc import Callable
+from math import gcd
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -91,13 +92,20 @@ def linear_forms(quantization: QuantFormat | None) -> set[str]:
             return {"codes" if quantization.has_codes else f"int{quantization.bits}"}
 
 
+def has_small_blocks(quantization: QuantFormat | None, num_inputs: int) -> bool:
+    """Return whether weights are fp8 in blocks that end within BLOCK inputs once `num_inputs` of them are cut off."""
+    if quantization is None or quantization.group_size is None or "fp8" not in linear_forms(quantization):
+        return False
+    return gcd(quantization.group_size, num_inputs) % BLOCK != 0
+
+
 def bytes_on_gpu(quantization: QuantFormat | None) -> float:
     """Return the bytes of an expert's weight on a GPU, including its share of the scales. The products of experts read
-    4-bit integers, e4m3 and e2m1 as stored; other weights are widened to 16 bits."""
+    4-bit integers, e2m1, and e4m3 in whole blocks of 128 inputs as stored; other weights are widened to 16 bits."""
     match quantization:
         case None | RoundToNearest(method="nf4") | GptqFormat(desc_act=True):
             return 2.0
-        case _ if "int8" in linear_forms(quantization):
+        case _ if "int8" in linear_forms(quantization) or has_small_blocks(quantization, BLOCK):
             return 2.0
         case _:
             return quantization.bits / 8 + 4 / (quantization.group_size or BLOCK)

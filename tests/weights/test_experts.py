@@ -95,4 +95,6 @@ def test_experts_of_one_tensor_are_quantized_on_load(tmp_path: Path) -> None:
             assert not isinstance(found, DenseWeight)
             rounded = rounded_rows(expected.dequantize(torch.float32).numpy(), method)
             assert torch.equal(found.dequantize(torch.float32), torch.from_numpy(rounded))
-            assert found.bias_N is expected.bias_N or torch.equal(found.bias_N, expected.bias_N)
+            assert found.bias_N is not None
+            assert expected.bias_N is not None
+            assert torch.equal(found.bias_N, expected.bias_N)

@@ -18,7 +18,7 @@ from pipeline.model.config import ModelConfig, StoredParts
 from pipeline.model.offload import STAGING_BUFFERS, spread_layers
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
-from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4
+from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, has_small_blocks, is_int4
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
 MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
@@ -134,6 +134,9 @@ def _bytes_per_parameter(
     form = None if has_only_experts(config.quantization) else config.quantization
     expert_bytes = bytes_on_gpu(config.quantization)
     expert_bytes = dtype.itemsize if expert_bytes == DENSE_BYTES else expert_bytes
+    cut = [(each.experts.width, each.is_gated) for each in config.layers if each.experts and each.experts.is_share]
+    if cut and has_small_blocks(config.quantization, cut[0][0]):  # down is widened; the inputs of gate and up are whole
+        expert_bytes += (dtype.itemsize - expert_bytes) / (2 + cut[0][1])
     return _linear_bytes_on_gpu(form, dtype, keeps_dense, activation_dtype), expert_bytes
 
 
