@@ -145,8 +145,8 @@ def _linear_bytes_on_gpu(
 ) -> float:
     if activation_dtype.startswith("fp8") and rounds_all(activation_dtype, quantization):
         assert quantization is not None
-        has_groups = activation_dtype == "fp8" and quantization.group_size is not None
-        return 1 + (4 / quantization.group_size if has_groups else 0)
+        group_size = quantization.group_size if activation_dtype == "fp8" else None
+        return 1 + (4 / group_size if group_size is not None else 0)
     if quantization is None or not is_int4(quantization):
         return dtype.itemsize
     group_size = min(quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)
