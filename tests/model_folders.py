@@ -165,13 +165,13 @@ def make_family(folder: Path, family: Family, seed: int) -> Path:
     return write_checkpoint(folder, family, draw_config(family, rng), seed)
 
 
-def load_reference(folder: Path) -> Any:
+def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """Load a model in transformers. With longrope it uses the long factors always, as an engine for long sequences."""
     config = AutoConfig.from_pretrained(folder)
     rope = getattr(config, "rope_parameters", None) or {}
     if "long_factor" in rope:
         rope["short_factor"] = rope["long_factor"]
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(folder, config=config, **options).eval()
 
 

@@ -15,7 +15,7 @@ from pipeline.bench.request_sets import REQUEST_SETS, RequestSet, find_set
 from pipeline.bench.shapes import GROUP, NAMES, SHAPES
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.startup.memory import weight_layout
-from pipeline.engine.startup.resolve import no_such_weight
+from pipeline.engine.startup.resolve import check_activations, no_such_weight
 from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
 from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
 from pipeline.model.config import read_config
@@ -197,13 +197,12 @@ def model_size(name: str, activation_dtype: str = "auto") -> tuple[DecoderSize, 
         shape = SHAPES[name.removesuffix("-awq")]
         size = shape.size
         weights = replace(AWQ, group_size=GROUP, fp8=activation_dtype == "fp8") if name.endswith("-awq") else DENSE
-        description = f"shape {name}"
-    else:
-        config = read_config(locate_model(name))
-        size, weights, description = config.size, config.weights_on_card(activation_dtype), f"model {name}"
-    if activation_dtype != "auto" and not weights.fp8:
-        raise no_such_weight(activation_dtype, "16- or 32-bit weights")
-    return size, weights, description
+        if activation_dtype != "auto" and not weights.fp8:
+            raise no_such_weight(activation_dtype, "16- or 32-bit weights")
+        return size, weights, f"shape {name}"
+    config = read_config(locate_model(name))
+    check_activations(activation_dtype, config.quantization)
+    return config.size, config.weights_on_card(activation_dtype), f"model {name}"
 
 
 def _steps() -> list[tuple[str, StepLoad]]:

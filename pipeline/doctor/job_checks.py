@@ -99,15 +99,14 @@ def model_config(setup: Setup) -> "ModelConfig | None":
 
 def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
     """Return the config after the job's quantization. Raises ConfigError if that or the activations are unsupported."""
-    from pipeline.engine.startup.resolve import no_such_weight, quantized_on_load
+    from pipeline.engine.startup.resolve import check_activations, quantized_on_load
     from pipeline.model.config import read_config
     from pipeline.model.load import as_stored
 
     config = quantized_on_load(read_config(folder), setup.quantization)
     with suppress(ModelError):  # weights are in a store, or broken, which `_weights` reports
         config = as_stored(config, folder)
-    if setup.activation_dtype != "auto" and config.quantization is None:
-        raise no_such_weight(setup.activation_dtype, "16- or 32-bit weights")
+    check_activations(setup.activation_dtype, config.quantization)
     return config
 
 

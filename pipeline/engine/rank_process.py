@@ -6,6 +6,7 @@ It loads its share of the weights and computes the calls of the leader. It ends 
 
 import faulthandler
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -22,12 +23,13 @@ from pipeline.kernels.select import keep_cpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder
 
 
-def main(leader_fd: int, memory_fd: int, life_fd: int) -> None:
-    """leader_fd: socket to the leader. memory_fd: of `PlanMemory`. life_fd: a pipe that closes when the leader ends."""
+def main(leader_fd: str, memory_fd: str, life_fd: str, folder: str) -> None:
+    """leader_fd: socket to the leader. memory_fd: of `PlanMemory`. life_fd: a pipe that closes when the leader ends.
+    folder: of the store, removed then."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader handles Ctrl-C in a terminal
     faulthandler.enable()
-    threading.Thread(target=_exit_with, args=(life_fd,), daemon=True, name="leader's end").start()
-    leader = Connection(leader_fd)
+    threading.Thread(target=_exit_with, args=(int(life_fd), folder), daemon=True, name="leader's end").start()
+    leader = Connection(int(leader_fd))
     rank, size, store, spec = leader.recv()
     assert isinstance(spec, LoadSpec)
     leader.send(None)
@@ -36,7 +38,7 @@ def main(leader_fd: int, memory_fd: int, life_fd: int) -> None:
         with DeviceContext(spec.num_threads, spec.resolved.device):
             ranks = ProcessRanks(rank, size, store, spec.resolved.device, _lost)
             loaded = load_runner(spec, ranks, log=lambda text: None)
-            serve(loaded.runner, spec.model, ranks, PlanMemory(memory_fd), leader)
+            serve(loaded.runner, spec.model, ranks, PlanMemory(int(memory_fd)), leader)
     except Exception as error:
         leader.send(failure_of(error))
         os._exit(1)  # a device in an unknown state may hang in its destructors
@@ -46,10 +48,11 @@ def _lost(error: Exception) -> Exception:
     return RankLost(f"another rank ended: {error}")
 
 
-def _exit_with(life_fd: int) -> None:
+def _exit_with(life_fd: int, folder: str) -> None:
     os.read(life_fd, 1)
+    shutil.rmtree(folder, ignore_errors=True)  # a leader that is killed leaves it
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

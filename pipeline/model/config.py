@@ -9,6 +9,7 @@ import torch
 
 from pipeline.checkpoints.quantizer_files import CONFIG, quantization_options
 from pipeline.errors import ConfigError, ModelError
+from pipeline.kernels.activations.act_quant import rounds_all
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.families import FAMILIES, ON_A_SERVER, UNSUPPORTED, Family, FamilyFields, model_values
 from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
@@ -29,7 +30,8 @@ class ModelConfig:
     """A decoder with grouped-query attention: `layers`, and what all layers share.
 
     norm_kind: RMSNorm or LayerNorm. norm_offset: added to the stored weights of norms. embedding_scale: factor of the
-    input embeddings. logit_scale: factor of the logits. logit_softcap: bound of the logits by softcap * tanh(logit /
+    input embeddings. rounds_embedding_scale: the factor is rounded to the type of the embeddings, in which the model
+    was trained. logit_scale: factor of the logits. logit_softcap: bound of the logits by softcap * tanh(logit /
     softcap); 0: none. num_classes: of a sequence classification head, which replaces the one over the vocabulary.
     num_unused_layers: layers that the checkpoint has after these, to draft tokens (MTP).
     """
@@ -51,6 +53,7 @@ class ModelConfig:
     norm_kind: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     num_unused_layers: int = 0
@@ -174,14 +177,14 @@ class ModelConfig:
 
     def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
         """Return the form of the linears for the cost model: 4-bit integers stay packed, all others are computed in 16
-        bits; with fp8 activations, quantized weights are one byte each. Experts stay as `bytes_on_gpu` says."""
+        bits; if all of them support fp8 activations, they are one byte each. Experts stay as `bytes_on_gpu` says."""
         if self.quantization is None:
             return DENSE
         form = replace(AWQ if is_int4(self.quantization) else DENSE, expert_bytes=bytes_on_gpu(self.quantization))
         if has_only_experts(self.quantization):
             return form
         group_size = self.quantization.group_size
-        fp8 = activation_dtype.startswith("fp8")
+        fp8 = activation_dtype.startswith("fp8") and rounds_all(activation_dtype, self.quantization)
         if fp8 or form.int4:
             return replace(form, group_size=group_size or self.hidden_size, fp8=fp8)
         return form

@@ -224,6 +224,8 @@ class Decoder:
         embedding = share.vocabulary(reader.embedding())
         narrower = embedding.dtype.itemsize < dtype.itemsize  # it is widened per lookup and takes half the memory
         self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)
+        scale = config.embedding_scale
+        self.embedding_scale = float(torch.tensor(scale, dtype=dtype)) if config.rounds_embedding_scale else scale
         position = reader.position_embedding()
         self.position_PH = None if position is None else position.to(device, dtype)
         self.layers: list[DecoderLayer] = []
@@ -287,7 +289,7 @@ class Decoder:
         x_TH = self.ranks.embed(token_ids_T, self.embedding_VH, self.dtype)
         if self.position_PH is not None:
             x_TH += self.position_PH[positions_T]
-        return x_TH if self.config.embedding_scale == 1.0 else x_TH.mul_(self.config.embedding_scale)
+        return x_TH if self.embedding_scale == 1.0 else x_TH.mul_(self.embedding_scale)
 
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor:
         """Return logits (R, vocabulary) in the model's type; zeros if the model has no head over the vocabulary. Only

@@ -167,7 +167,8 @@ def _gemma_fields(f: FamilyFields, layers: tuple[LayerSpec, ...]) -> dict[str, A
         raise f.refuse("use_bidirectional_attention", f"false, because encoders are not supported. {ON_A_SERVER}")
     bias = f.flag("attention_bias")
     biased = tuple(replace(spec, qkv_bias=bias, o_bias=bias) for spec in layers)
-    return {"layers": biased, "norm_offset": 1.0, "embedding_scale": f.hidden**0.5}
+    scale = {"embedding_scale": f.hidden**0.5, "rounds_embedding_scale": True}
+    return {"layers": biased, "norm_offset": 1.0} | scale
 
 
 def _gpt2(f: FamilyFields) -> dict[str, Any]:

@@ -16,7 +16,8 @@ class ExpertSpec:
     """Experts of a layer: feed-forwards of `width` of which a router chooses some for each token.
 
     router_bias: of the router's logits. choice_bias: of the choice alone. shared_width: of an expert that computes all
-    tokens; 0: none. shared_gate: its output is multiplied by the sigmoid of a linear of the token.
+    tokens; 0: none. shared_gate: its output is multiplied by the sigmoid of a linear of the token. is_share: the widths
+    are a rank's share.
     """
 
     num_experts: int
@@ -26,6 +27,7 @@ class ExpertSpec:
     choice_bias: bool = False
     shared_width: int = 0
     shared_gate: bool = False
+    is_share: bool = False
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -34,7 +36,8 @@ class ExpertSpec:
 
     def local(self, num_ranks: int) -> "ExpertSpec":
         """Return the share of each rank: all experts, with a part of their width."""
-        return replace(self, width=self.width // num_ranks, shared_width=self.shared_width // num_ranks)
+        widths = {"width": self.width // num_ranks, "shared_width": self.shared_width // num_ranks}
+        return replace(self, **widths, is_share=num_ranks > 1)
 
 
 @dataclass(frozen=True)

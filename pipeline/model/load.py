@@ -21,6 +21,7 @@ from pipeline.model.layer_spec import ExpertSpec, LayerSpec
 from pipeline.model.rotation import rotary_order
 from pipeline.weights.fp4 import Mxfp4Format, read_expert_blocks
 from pipeline.weights.packed import DenseWeight, ExpertWeights, LinearWeight, concatenate, select_outputs
+from pipeline.weights.round_to_nearest import RoundToNearest
 from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
 DERIVED = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "attn.bias", "attn.masked_bias")
@@ -315,7 +316,10 @@ class WeightReader:
             stored = StoredLinear(prefix, (outputs, inputs), self.checkpoint)
             return [*read_expert_blocks(stored, linear, num_experts, bias_EN)]
         stored_EKN = self.checkpoint.read_float(name, (num_experts, inputs, outputs))
-        return [DenseWeight(stored_KN.t(), bias_N) for stored_KN, bias_N in zip(stored_EKN, bias_EN, strict=True)]
+        dense = [DenseWeight(stored_KN.t(), bias_N) for stored_KN, bias_N in zip(stored_EKN, bias_EN, strict=True)]
+        if isinstance(self.config.quantization, RoundToNearest):
+            return [self.config.quantization.quantize(each, name) for each in dense]
+        return [*dense]
 
     def _qk_norm(
         self, prefix: str, spec: LayerSpec, order_D: torch.Tensor | None

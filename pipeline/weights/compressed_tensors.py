@@ -53,8 +53,9 @@ class Scheme:
     targets: "Modules"
 
     @property
-    def has_int8(self) -> bool:
-        return self.bits == 8 and self.format in (PACKED, INTEGERS)
+    def form(self) -> str:
+        """See `formats.linear_forms`."""
+        return "codes" if self.format in FP4 else "fp8" if self.format == FLOATS8 else f"int{self.bits}"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class CompressedFormat:
 
     @property
     def group_size(self) -> int | None:
-        sizes = [scheme.group_size for scheme in self.schemes]
+        sizes = [scheme.block[1] if scheme.block is not None else scheme.group_size for scheme in self.schemes]
         return None if None in sizes else min(size for size in sizes if size is not None)
 
     @property

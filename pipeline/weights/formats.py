@@ -1,6 +1,7 @@
 """Selection of the reader for a checkpoint's `quantization_config`. Other formats are rejected by name."""
 
 from collections.abc import Callable
+from math import gcd
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,13 +77,35 @@ def has_only_experts(quantization: QuantFormat | None) -> bool:
     return isinstance(quantization, Mxfp4Format)
 
 
+def linear_forms(quantization: QuantFormat | None) -> set[str]:
+    """Return the forms of quantized linears, except those of experts: int4, int8, fp8 and codes (of 4 bits)."""
+    match quantization:
+        case None | Mxfp4Format():
+            return set()
+        case CompressedFormat():
+            return {scheme.form for scheme in quantization.schemes}
+        case GptqFormat():
+            return {f"int{each.bits}" for each in (quantization, *quantization.overrides)}
+        case Fp8Format() | ModelOptFormat(has_codes=False):
+            return {"fp8"}
+        case _:
+            return {"codes" if quantization.has_codes else f"int{quantization.bits}"}
+
+
+def has_small_blocks(quantization: QuantFormat | None, num_inputs: int) -> bool:
+    """Return whether weights are fp8 in blocks that end within BLOCK inputs once `num_inputs` of them are cut off."""
+    if quantization is None or quantization.group_size is None or "fp8" not in linear_forms(quantization):
+        return False
+    return gcd(quantization.group_size, num_inputs) % BLOCK != 0
+
+
 def bytes_on_gpu(quantization: QuantFormat | None) -> float:
     """Return the bytes of an expert's weight on a GPU, including its share of the scales. The products of experts read
-    4-bit integers, e4m3 and e2m1 as stored; other weights are widened to 16 bits."""
+    4-bit integers, e2m1, and e4m3 in whole blocks of 128 inputs as stored; other weights are widened to 16 bits."""
     match quantization:
-        case None | RoundToNearest(method="nf4" | "int8") | GptqFormat(desc_act=True) | GptqFormat(bits=8):
+        case None | RoundToNearest(method="nf4") | GptqFormat(desc_act=True):
             return 2.0
-        case CompressedFormat() if any(scheme.has_int8 for scheme in quantization.schemes):
+        case _ if "int8" in linear_forms(quantization) or has_small_blocks(quantization, BLOCK):
             return 2.0
         case _:
             return quantization.bits / 8 + 4 / (quantization.group_size or BLOCK)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.weights.packed import CodebookWeight, GroupIntWeight, LinearWeight
+from pipeline.errors import ModelError
+from pipeline.weights.packed import CodebookWeight, DenseWeight, GroupIntWeight, LinearWeight
 from pipeline.weights.tensor_reader import StoredLinear, groups_text
 
 NF4 = (
@@ -65,10 +66,14 @@ class RoundToNearest:
         dense = linear.dense()
         if linear.prefix == "lm_head":
             return dense
-        weight_NK = dense.weight_NK.to(torch.float32)
+        return self.quantize(dense, f"{linear.prefix}.weight")
+
+    def quantize(self, dense: DenseWeight, name: str) -> LinearWeight:
+        """Quantize a weight of this name. Raises ModelError if it contains infinities or NaN."""
+        weight_NK = dense.weight_NK.to(torch.float32).contiguous()
         if not bool(torch.isfinite(weight_NK).all()):
-            raise linear.refuse("weight", "contains infinities or NaN")
-        return {"int8": int8, "int4-rtn": int4, "nf4": nf4}[self.method](weight_NK, linear.bias_N)
+            raise ModelError(f"{name}: contains infinities or NaN")
+        return {"int8": int8, "int4-rtn": int4, "nf4": nf4}[self.method](weight_NK, dense.bias_N)
 
 
 def int8(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight:

@@ -1,6 +1,7 @@
 """The engine with activations in 8 bits: tokens are those of the definition in plain torch, in any batch."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch
 from pipeline.engine.engine import Engine
 from pipeline.engine.params import SamplingParams
 from pipeline.engine.startup import memory
-from pipeline.engine.startup.memory import weight_bytes
+from pipeline.engine.startup.memory import layer_bytes_on_gpu, weight_bytes
 from pipeline.kernels.cpu.linear.linear_int8 import has_vnni
 from pipeline.kernels.cpu.tiles.int8_tile import forms_here
 from pipeline.model.config import read_config
+from pipeline.weights.formats import read_format
 from tests.engine.test_gpu_kernels import engine_of
 from tests.kernels.triton.problems import DEVICE
 
@@ -103,6 +105,13 @@ def test_memory_is_planned_with_a_byte_a_weight(int4_folder: Path, monkeypatch: 
     planned = weight_bytes(config, gpu, torch.bfloat16, activation_dtype="fp8")
     assert planned == pytest.approx(rest + linears * (1 + 4 / 64), abs=1)
     assert planned < weight_bytes(config, gpu, torch.bfloat16)
+    int4, int8 = ({"num_bits": bits, "type": "int", "strategy": "channel"} for bits in (4, 8))
+    groups = {"a": {"targets": ["re:.*attn"], "weights": int4}, "b": {"targets": ["Linear"], "weights": int8}}
+    options = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
+    mixed = replace(config, quantization=read_format(options, int4_folder))
+    for activations in ("auto", "fp8"):  # 8-bit integers do not support the latter, and are widened
+        assert weight_bytes(mixed, gpu, torch.bfloat16, activation_dtype=activations) == 2 * config.num_parameters()
+        assert layer_bytes_on_gpu(mixed, torch.bfloat16, activations) == [2 * linears // 2] * 2
     cpu, embeddings = torch.device("cpu"), 2 * config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
     for alone, per_weight in ((False, 2 + 0.5 + 8 / 64), (True, 0.5 + 3 / 64)):  # with a dense form too, or without
         monkeypatch.setattr(memory, "supports_int4_alone", lambda dtype, alone=alone: alone)

@@ -1,18 +1,25 @@
 """Weights of experts: MXFP4 blocks of all experts in one tensor, as gpt-oss has them, and FP8 linears per expert."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from pipeline.engine.startup.resolve import quantized_on_load
 from pipeline.errors import ModelError
+from pipeline.model.config import read_config
+from pipeline.model.load import WeightReader
 from pipeline.weights.formats import read_format
 from pipeline.weights.fp4 import read_expert_blocks
-from pipeline.weights.packed import CodebookWeight, Fp8Weight
+from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight
+from pipeline.weights.round_to_nearest import METHODS
 from pipeline.weights.tensor_reader import StoredLinear
-from tests.model_folders import Named
+from tests.model_folders import FAMILIES, Named, make_family
 from tests.weights.packers import fp8, named
 from tests.weights.test_refusals import FP8, PATH
+from tests.weights.test_round_to_nearest import rounded_rows
 
 E, N, K = 3, 6, 64
 PREFIX = "model.layers.0.mlp.experts"
@@ -72,3 +79,22 @@ def test_fp8_blocks_of_an_expert(linear: str) -> None:
     weight = read_format(FP8, PATH).read_linear(StoredLinear(prefix, shape_NK, named(prefix, tensors)))
     assert isinstance(weight, Fp8Weight)
     assert torch.equal(weight.dequantize(torch.float32), torch.from_numpy(dense))
+
+
+def test_experts_of_one_tensor_are_quantized_on_load(tmp_path: Path) -> None:
+    family = next(family for family in FAMILIES if family.name == "gpt-oss")
+    folder = make_family(tmp_path, family, seed=1)
+    config = read_config(folder)
+    plain = next(WeightReader(folder, config).layers()).routed
+    assert plain is not None
+    for method in METHODS:
+        routed = next(WeightReader(folder, quantized_on_load(config, method)).layers()).routed
+        assert routed is not None
+        quantized, dense = ((*each.experts.gate_up, *each.experts.down) for each in (routed, plain))
+        for found, expected in zip(quantized, dense, strict=True):
+            assert not isinstance(found, DenseWeight)
+            rounded = rounded_rows(expected.dequantize(torch.float32).numpy(), method)
+            assert torch.equal(found.dequantize(torch.float32), torch.from_numpy(rounded))
+            assert found.bias_N is not None
+            assert expected.bias_N is not None
+            assert torch.equal(found.bias_N, expected.bias_N)

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.params import EngineConfig
+from pipeline.engine.startup.resolve import quantized_on_load, resolve
+from pipeline.errors import ConfigError
+from pipeline.kernels.activations.act_quant import ACT_QUANT_SCHEMES, rounds_all
 from pipeline.model.config import read_config
+from pipeline.model.load import WeightReader
+from pipeline.weights.round_to_nearest import METHODS
 from tests.model_folders import FAMILIES, VOCAB, Family, load_reference, small_config, write_checkpoint
 from tests.parity.harness import (
     LOGIT_TOLERANCE,
@@ -226,6 +232,28 @@ def test_in_bfloat16_the_same_checkpoints_are_served(tmp_path: Path) -> None:
             ours = our_logits(engine, prompt)
         exact = reference_logits(load_reference(dense), prompt)
         assert float((ours - exact).abs().mean() / exact.std()) < 0.15, name
+
+
+def test_whether_linears_take_rounded_activations_is_known_before_they_are_read(tmp_path: Path) -> None:
+    """Memory is planned, and activations are refused, by the format alone."""
+    plain = write_pair(tmp_path, {"quant_method": "none"}, lambda stem: None)[1]
+    models = [quantized_on_load(read_config(plain), method) for method in METHODS]
+    folders = [plain] * len(models)
+    for number, (quantization, pack, _) in enumerate(WHOLE.values()):
+        (tmp_path / str(number)).mkdir()
+        folders.append(write_pair(tmp_path / str(number), quantization, lambda stem, pack=pack: pack)[0])
+        models.append(read_config(folders[-1]))
+    for folder, model in zip(folders, models):
+        layer = next(WeightReader(folder, model).layers())
+        linears = [weight for weight in (layer.qkv, layer.o, layer.gate_up, layer.down) if weight is not None]
+        for name, scheme in ACT_QUANT_SCHEMES.items():
+            rounded = {scheme.block(weight) is not None and scheme.weight(weight) is not None for weight in linears}
+            assert rounds_all(name, model.quantization) == (rounded == {True}), (str(model.quantization), name)
+            if rounded == {False}:
+                with pytest.raises(ConfigError, match=f"'{name}': not supported by the model's weights"):
+                    resolve(EngineConfig(str(folder), device="cpu", activation_dtype=name), model)
+            else:
+                resolve(EngineConfig(str(folder), device="cpu", activation_dtype=name), model)
 
 
 def test_what_is_known_of_a_format_without_its_weights(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ class RankGroup:
         self.store = str(self._folder / "store")
         """File through which the ranks find each other."""
         self._reason: str | None = None
+        self._failure: Exception | None = None  # that a rank sent before it ended
         self._closed = False
         self._is_raised = False  # the loss has been raised, so the device did not block this process
         self._unanswered: list[int] = []  # ranks that have not answered the last call
@@ -74,7 +75,7 @@ class RankGroup:
         ours, theirs = socket.socketpair()
         with theirs:
             fds = theirs.fileno(), memory_fd, life_fd
-            command = [sys.executable, "-m", RANK_MODULE, *map(str, fds)]
+            command = [sys.executable, "-m", RANK_MODULE, *map(str, fds), str(self._folder)]
             process = subprocess.Popen(
                 command, pass_fds=fds, stdin=subprocess.DEVNULL, env=child_environment(), start_new_session=True
             )
@@ -111,7 +112,8 @@ class RankGroup:
             try:
                 failure: Failure | None = self._connections[rank - 1].recv()
             except (EOFError, OSError) as error:
-                raise self.lost(error) from None
+                lost = self.lost(error)
+                raise next((self._error(*each) for each in failures if each[1] != OUT_OF_MEMORY), lost) from None
             del self._unanswered[0]
             if failure is not None:
                 failures.append((rank, *failure))
@@ -123,17 +125,27 @@ class RankGroup:
         """Return the reason of a failed exchange, once it is known, and end the group."""
         self._is_raised = True
         deadline = time.monotonic() + REASON_S
-        while time.monotonic() < deadline and self._reason is None:
-            for rank, connection in enumerate(self._connections, 1):  # a rank that fails while loading sends its error
-                with contextlib.suppress(EOFError, OSError):
-                    if connection.poll() and (failure := connection.recv()) is not None:
-                        self._end(f"rank {rank} failed")
-                        return self._error(rank, *failure)
+        while (failure := self._sent_failure()) is None and self._reason is None and time.monotonic() < deadline:
             self._look()
             time.sleep(0.02)
+        failure = failure or self._sent_failure()  # the end of a rank may be noticed before its error is read
         reason = self._reason or str(error)
         self._end(reason)
-        return RankLost(f"tensor parallelism over {self.size} ranks ended: {reason}")
+        return failure or RankLost(f"tensor parallelism over {self.size} ranks ended: {reason}")
+
+    def _sent_failure(self) -> Exception | None:
+        """Return the error that a rank sent before it ended: of several, one that is not the loss of another rank. No
+        other thread may be waiting for answers."""
+        found: list[tuple[int, str, str]] = []
+        for rank, connection in enumerate(self._connections, 1):
+            with contextlib.suppress(EOFError, OSError):
+                while connection.poll():
+                    if (failure := connection.recv()) is not None:
+                        found.append((rank, *failure))
+        found.sort(key=lambda failure: failure[1] == RankLost.__name__)
+        if found and self._failure is None:
+            self._failure = self._error(*found[0])
+        return self._failure
 
     def _error(self, rank: int, kind: str, text: str) -> Exception:
         text = f"rank {rank} of {self.size}: {text}"
@@ -168,7 +180,8 @@ class RankGroup:
             return
         time.sleep(REASON_S)
         if not self._closed and not self._is_raised:
-            print(f"tensor parallelism over {self.size} ranks ended: {self._reason}", file=sys.stderr, flush=True)
+            reason = self._sent_failure() or self._reason  # the main thread waits for the device, not for answers
+            print(f"tensor parallelism over {self.size} ranks ended: {reason}", file=sys.stderr, flush=True)
             os._exit(EnvironmentFailed.exit_code)
 
     def _look(self) -> None:

@@ -5,7 +5,10 @@ and hidden states whose logits are wanted later. If a rank runs out of memory it
 of the step, and the leader undoes the step.
 """
 
-from collections.abc import Callable
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from multiprocessing.connection import Connection
 from typing import TypeVar
@@ -115,7 +118,9 @@ class _ShareRunner:
                 assert index_F is not None
                 assert row_F is not None
                 assert num_rows is not None
-                future = FutureTokens(index_F, row_F, torch.empty(int(num_rows[0]), dtype=torch.int64, device=device))
+                with self._lost_if_it_fails():
+                    token_ids_R = torch.empty(int(num_rows[0]), dtype=torch.int64, device=device)
+                future = FutureTokens(index_F, row_F, token_ids_R)
             self.execute(_step_of(arrays), future)
         elif method == "execute_and_read":
             (row_N,) = numbers
@@ -125,7 +130,9 @@ class _ShareRunner:
             (num_rows,) = arrays
             assert num_rows is not None
             size = int(num_rows[0]), self._runner.hidden_size
-            self.logits(torch.empty(size, dtype=self._runner.decoder.dtype, device=device))
+            with self._lost_if_it_fails():
+                hidden_RH = torch.empty(size, dtype=self._runner.decoder.dtype, device=device)
+            self.logits(hidden_RH)
         else:
             assert method == "zero_blocks"
             (blocks,) = arrays
@@ -135,8 +142,11 @@ class _ShareRunner:
     def execute(self, step: StepInput, future: FutureTokens | None) -> torch.Tensor:
         if future is not None:
             self._broadcast(future.token_ids_R)
-        exchanges = None if self._runner.is_captured(step) else self._exchanges(step, len(step.logit_row_R))
-        return self._attempt(exchanges, lambda: self._runner.execute(step, future))
+        if not self._runner.is_captured(step):
+            exchanges = self._exchanges(step, len(step.logit_row_R))
+            return self._attempt(exchanges, lambda: self._runner.execute(step, future))
+        with _deferred_interrupts():  # nothing can take part in the rest of a captured step
+            return self._attempt(None, lambda: self._runner.execute(step, future))
 
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         exchanges = self._exchanges(step, len(self._runner.computed_rows(step, row_N)))
@@ -149,8 +159,14 @@ class _ShareRunner:
 
     @torch.inference_mode()
     def _broadcast(self, x: torch.Tensor) -> None:
-        try:
+        with self._lost_if_it_fails():
             self._ranks.broadcast(x)
+
+    @contextlib.contextmanager
+    def _lost_if_it_fails(self) -> Iterator[None]:
+        """Raise RankLost for any error, because other ranks wait for this one in an exchange."""
+        try:
+            yield
         except Exception as error:
             raise RankLost(f"rank {self._ranks.rank}: {error}") from error
 
@@ -168,8 +184,25 @@ class _ShareRunner:
         except BaseException as error:
             if exchanges is None:
                 raise RankLost(f"a captured step failed on rank {self._ranks.rank}: {error}") from error
-            self._ranks.skip(exchanges, self._runner.decoder.dtype)
+            with self._lost_if_it_fails():
+                self._ranks.skip(exchanges, self._runner.decoder.dtype)
             raise
+
+
+@contextlib.contextmanager
+def _deferred_interrupts() -> Iterator[None]:
+    """Deliver a Ctrl-C during the block after it."""
+    if threading.current_thread() is not threading.main_thread():  # which alone gets them
+        yield
+        return
+    received: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if received:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _step_of(arrays: list[np.ndarray | None]) -> StepInput:

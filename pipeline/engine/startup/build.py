@@ -15,7 +15,7 @@ from pipeline.engine.parallel.runner import ParallelRunner
 from pipeline.engine.params import EngineConfig, SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
-from pipeline.engine.startup.memory import kv_budget_bytes, return_freed_bytes
+from pipeline.engine.startup.memory import cache_before_dense, kv_budget_bytes, return_freed_bytes, weight_bytes
 from pipeline.engine.startup.mixed_tokens import max_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
 from pipeline.errors import ConfigError
@@ -137,17 +137,23 @@ def load_runner(
     if resolved.device.type == "cuda":
         keep_gpu_kernels_in(gpu_kernel_folder())
     log("reading weights")
-    target = LoadedModel.load(spec.folder, spec.model, resolved, config.adapters, ranks)
+    cached_tokens, reserved_bytes = cache_before_dense(resolved.max_num_seqs, resolved.max_model_len), 0
+    if resolved.speculation.model is not None and tokenizer is not None:
+        drafter = read_config(locate_model(resolved.speculation.model))
+        reserved_bytes = weight_bytes(drafter, resolved.device, resolved.dtype, keeps_dense=False)
+        reserved_bytes += cached_tokens * drafter.kv_bytes_per_token(resolved.kv_dtype)
+    target = LoadedModel.load(spec.folder, spec.model, resolved, config.adapters, ranks, reserved_bytes=reserved_bytes)
     if target.decoder.lm_head is None:  # it does not generate
         resolved = replace(resolved, speculation=SpeculationConfig("off"))
     draft = None
     if resolved.speculation.model is not None and tokenizer is not None:
         log("reading the draft model's weights")
-        draft = LoadedModel.load_draft(resolved.speculation.model, tokenizer, resolved)
+        reserved_bytes = cached_tokens * target.kv_bytes_per_token
+        draft = LoadedModel.load_draft(resolved.speculation.model, tokenizer, resolved, reserved_bytes)
     return_freed_bytes()
     loaded = [target] if draft is None else [target, draft]
     step_bytes = 0  # on a CPU, where memory is not that tight
-    shapes = captured_shapes(resolved, _max_mixed_tokens(target.config, resolved))
+    shapes = captured_shapes(resolved, _max_mixed_tokens(target.config, resolved, ranks))
     if resolved.device.type == "cuda":
         threads = spec.num_threads or torch.get_num_threads()
         for each, shape in zip(loaded, shapes):
@@ -225,10 +231,17 @@ def captured_shapes(resolved: Resolved, max_mixed_tokens: int) -> list[CapturedS
     return [target, CapturedShape(PASS_QUERIES, max_pass_tokens)]
 
 
-def _max_mixed_tokens(model: ModelConfig, resolved: Resolved) -> int:
+def _max_mixed_tokens(model: ModelConfig, resolved: Resolved, ranks: OneRank = ONE_RANK) -> int:
+    """Return the limit of captured steps with prompts, the same on all ranks. It is 0 if their GPUs differ: the tiles
+    of such a step depend on the GPU, and with them whether a step fits, which all ranks must decide alike."""
     if resolved.device.type != "cuda":
         return 0
-    return max_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
+    max_tokens = max_mixed_tokens(model, resolved, card_of_device(torch.cuda.get_device_name(resolved.device)))
+    if ranks.size > 1:
+        size = torch.cuda.get_device_properties(resolved.device).multi_processor_count
+        are_alike = ranks.least(size) == -ranks.least(-size)
+        max_tokens = ranks.least(max_tokens if are_alike else 0)
+    return max_tokens
 
 
 def _capture_steps(

@@ -50,10 +50,12 @@ class LoadedModel:
         resolved: Resolved,
         adapters: Mapping[str, str] | None = None,
         ranks: OneRank = ONE_RANK,
+        reserved_bytes: int = 0,
     ) -> "LoadedModel":
-        """Load this rank's share of the weights. config: of the whole model. adapters: see `EngineConfig`. Raises
-        ModelError when the tensors of the checkpoint or of an adapter do not match its config, ConfigError when
-        activations are to be quantized and the device or the weights do not support it."""
+        """Load this rank's share of the weights. config: of the whole model. adapters: see `EngineConfig`.
+        reserved_bytes: of a GPU, for what takes precedence over 16-bit copies of 4-bit weights besides this model's own
+        cache. Raises ModelError when the tensors of the checkpoint or of an adapter do not match its config,
+        ConfigError when activations are to be quantized and the device or the weights do not support it."""
         share = Share(config, ranks.rank, ranks.size)
         updates = [
             share.updates(read_adapter(locate_adapter(path, f"adapter {name}"), config))
@@ -66,10 +68,11 @@ class LoadedModel:
                 config.local(ranks.size),
                 resolved.dtype,
                 resolved.kv_dtype,
-                gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization),
+                gpu_share_bytes(resolved.device, resolved.gpu_memory_utilization) - reserved_bytes,
                 cache_before_dense(resolved.max_num_seqs, resolved.max_model_len),
             )
         )
+        keeps_dense = bool(ranks.least(int(keeps_dense)))  # all ranks round alike
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
         if resolved.activation_dtype != "auto":
             kernels = with_act_quant(kernels, resolved.activation_dtype, resolved.device)
@@ -84,8 +87,9 @@ class LoadedModel:
         return cls(decoder.config, decoder, kernels, resolved.kv_dtype)
 
     @classmethod
-    def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved) -> "LoadedModel":
-        """Load the draft model in `path`. Raises ModelError when its token ids differ from the target's."""
+    def load_draft(cls, path: str, target: Tokenizer, resolved: Resolved, reserved_bytes: int) -> "LoadedModel":
+        """Load the draft model in `path`. reserved_bytes: see `load`. Raises ModelError when its token ids differ from
+        the target's."""
         folder = locate_model(path)
         differs = Tokenizer.from_folder(str(folder)).differs_from(target)
         if differs is not None:
@@ -95,7 +99,7 @@ class LoadedModel:
             )
         # Drafts need no exactness.
         ordinary = replace(resolved, activation_dtype="auto", deterministic=False, offload=None)
-        return cls.load(folder, as_stored(read_config(folder), folder), ordinary)
+        return cls.load(folder, as_stored(read_config(folder), folder), ordinary, reserved_bytes=reserved_bytes)
 
     @property
     def kv_bytes_per_token(self) -> int:

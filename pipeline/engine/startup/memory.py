@@ -10,6 +10,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.formatting import shown_bytes
+from pipeline.kernels.activations.act_quant import rounds_all
 from pipeline.kernels.select import supports_int4_alone
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.machine.cgroup import memory_limit
@@ -17,7 +18,7 @@ from pipeline.model.config import ModelConfig, StoredParts
 from pipeline.model.offload import STAGING_BUFFERS, spread_layers
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
-from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4
+from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, has_small_blocks, is_int4
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
 MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
@@ -52,8 +53,9 @@ def weight_bytes(
 ) -> int:
     """Return the approximate size of linears and embeddings once loaded; norms and biases are left out.
 
-    keeps_dense: for 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: all quantized linears take the
-    form for these activations; fp8 on a GPU takes a byte per weight and a float32 scale per group.
+    keeps_dense: for 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: if all quantized linears support
+    these activations, they take the form for them; fp8 on a GPU takes a byte per weight and a float32 scale per group.
+    If some do not, all are counted as if none did.
     """
     experts = config.size.expert_parameters
     linears = config.num_linear_parameters() - experts
@@ -68,7 +70,8 @@ def weight_bytes(
     bits, group_size = config.quantization.bits, config.quantization.group_size
     per_group = 4 if config.quantization.has_codes else 8  # a float32 scale, and a zero point unless they are codes
     packed = bits / 8 + (per_group / group_size if group_size is not None else 0)
-    if dtype != torch.float32 and activation_dtype == "auto":  # quantized activations use the float32 form
+    # Quantized activations use the float32 form.
+    if dtype != torch.float32 and not rounds_all(activation_dtype, config.quantization):
         # The dense form for many tokens; formats other than 4-bit integers use it for few tokens too.
         if is_int4(config.quantization) and supports_int4_alone(dtype):
             packed = 0.5 + (3 / group_size if group_size is not None else 0)  # a float16 scale and a byte
@@ -131,14 +134,19 @@ def _bytes_per_parameter(
     form = None if has_only_experts(config.quantization) else config.quantization
     expert_bytes = bytes_on_gpu(config.quantization)
     expert_bytes = dtype.itemsize if expert_bytes == DENSE_BYTES else expert_bytes
+    cut = [(each.experts.width, each.is_gated) for each in config.layers if each.experts and each.experts.is_share]
+    if cut and has_small_blocks(config.quantization, cut[0][0]):  # down is widened; the inputs of gate and up are whole
+        expert_bytes += (dtype.itemsize - expert_bytes) / (2 + cut[0][1])
     return _linear_bytes_on_gpu(form, dtype, keeps_dense, activation_dtype), expert_bytes
 
 
 def _linear_bytes_on_gpu(
     quantization: QuantFormat | None, dtype: torch.dtype, keeps_dense: bool, activation_dtype: str
 ) -> float:
-    if activation_dtype.startswith("fp8") and quantization is not None:
-        return 1 + (4 / quantization.group_size if quantization.group_size is not None else 0)
+    if activation_dtype.startswith("fp8") and rounds_all(activation_dtype, quantization):
+        assert quantization is not None
+        group_size = quantization.group_size if activation_dtype == "fp8" else None
+        return 1 + (4 / group_size if group_size is not None else 0)
     if quantization is None or not is_int4(quantization):
         return dtype.itemsize
     group_size = min(quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)

@@ -22,6 +22,7 @@ from pipeline.kernels.select import default_dtype
 from pipeline.machine.device import find_device
 from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import DTYPES, ModelConfig
+from pipeline.weights.formats import QuantFormat, linear_forms
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -171,14 +172,20 @@ def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
         raise ConfigError(
             f"engine.activation_dtype = {config.activation_dtype!r}: expected auto, {', '.join(ACT_QUANT_SCHEMES)}"
         )
-    if config.activation_dtype != "auto" and model.quantization is None:
-        raise no_such_weight(config.activation_dtype, "16- or 32-bit weights")
+    check_activations(config.activation_dtype, model.quantization)
     if config.activation_dtype != "auto" and config.deterministic:
         raise ConfigError(
             f"engine.deterministic: cannot be combined with engine.activation_dtype = {config.activation_dtype!r}, "
             "whose linears are not all known to be batch-invariant; remove one of the two"
         )
     return config.activation_dtype
+
+
+def check_activations(activation_dtype: str, quantization: QuantFormat | None) -> None:
+    """Raise ConfigError if no linear in this format supports activations of that type."""
+    if activation_dtype != "auto" and not linear_forms(quantization) & ACT_QUANT_SCHEMES[activation_dtype].forms:
+        weights = "16- or 32-bit weights" if quantization is None else f"the model's weights ({quantization})"
+        raise no_such_weight(activation_dtype, weights)
 
 
 def no_such_weight(activation_dtype: str, weights: str) -> ConfigError:

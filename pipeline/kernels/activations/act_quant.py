@@ -12,6 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.activations import fp8, int8
 from pipeline.kernels.activations.fp8 import per_output
 from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
+from pipeline.weights.formats import QuantFormat, linear_forms
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
@@ -21,22 +22,37 @@ class ActQuantScheme:
 
     block(weight): inputs per block for this weight; None if unsupported.
     rounded(x_MK, block): the inputs after rounding, in float32.
-    weights: the supported weights, for display.
+    forms: the supported weights, of `linear_forms`. weights: the same for display.
     weight(weight): the weight after rounding; None if unsupported.
     """
 
     block: Callable[[LinearWeight], int | None]
     rounded: Callable[[torch.Tensor, int], torch.Tensor]
+    forms: frozenset[str]
     weights: str
     weight: Callable[[LinearWeight], LinearWeight | None] = lambda weight: weight
 
 
 ACT_QUANT_SCHEMES = {
-    "fp8": ActQuantScheme(fp8.fp8_block, fp8.rounded, "4-bit and fp8 weights"),
-    "fp8-per-token": ActQuantScheme(lambda weight: weight.in_features, fp8.rounded, "quantized weights", per_output),
-    "int8": ActQuantScheme(int8.int8_block, int8.rounded, "4- and 8-bit weights"),
+    "fp8": ActQuantScheme(fp8.fp8_block, fp8.rounded, frozenset({"int4", "fp8"}), "4-bit and fp8 weights"),
+    "fp8-per-token": ActQuantScheme(
+        lambda weight: weight.in_features,
+        fp8.rounded,
+        frozenset({"int4", "int8", "fp8", "codes"}),
+        "quantized weights",
+        per_output,
+    ),
+    "int8": ActQuantScheme(int8.int8_block, int8.rounded, frozenset({"int4", "int8"}), "4- and 8-bit weights"),
 }
 """Keys are values of `engine.activation_dtype`."""
+
+
+def rounds_all(activation_dtype: str, quantization: QuantFormat | None) -> bool:
+    """Return whether the inputs of all quantized linears are rounded: activations are quantized, and no linear has a
+    form that does not support it."""
+    forms = linear_forms(quantization)
+    return activation_dtype != "auto" and bool(forms) and forms <= ACT_QUANT_SCHEMES[activation_dtype].forms
+
 
 _NO_FP8 = (
     "needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and {name} has {capability}; set it to auto, "

@@ -1,4 +1,4 @@
-"""A rank's process that fails as a file says: `python -m tests.engine.parallel.failing_rank`, with the fds of
+"""A rank's process that fails as a file says: `python -m tests.engine.parallel.failing_rank`, with the arguments of
 `pipeline.engine.rank_process`.
 
 The file holds the name of an error. The rank raises it in the last layer of its next step, and removes the file.
@@ -29,4 +29,4 @@ feed_forward = DecoderLayer.feed_forward
 
 if __name__ == "__main__":
     DecoderLayer.feed_forward = fail  # type: ignore[method-assign]
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -18,7 +18,7 @@ from pipeline.engine.parallel.runner import ParallelRunner
 from pipeline.engine.params import Completion, SpeculationConfig
 from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.model.decoder import DecoderLayer
-from tests.engine.parallel import failing_rank
+from tests.engine.parallel import failing_rank, failing_start
 
 TIGHT = {  # prompts in chunks, and preemptions
     "max_num_batched_tokens": 48,
@@ -143,13 +143,16 @@ def test_ranks_end_with_a_killed_leader(tmp_path: Path) -> None:
         "import time; from tests.engine.parallel.test_engine import *\n"
         "built = engine(2); print(processes(built)[0], flush=True); time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as leader:
+    command, environment = [sys.executable, "-c", program], os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as leader:
         assert leader.stdout is not None
         pid = int(leader.stdout.readline())
         assert psutil.pid_exists(pid)
+        assert list(tmp_path.glob("pipeline-ranks-*"))
         leader.kill()
     psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
     assert not psutil.pid_exists(pid)
+    assert not list(tmp_path.glob("pipeline-ranks-*"))
 
 
 @pytest.mark.parametrize(
@@ -233,15 +236,23 @@ def test_options_that_ranks_cannot_serve_are_refused() -> None:
 
 
 @pytest.mark.parametrize("is_blocked", [True, False])
-def test_a_process_that_a_device_blocks_ends_itself(is_blocked: bool) -> None:
+@pytest.mark.parametrize(
+    ("module", "ending", "reason"),
+    [
+        (group.RANK_MODULE, "os.kill(group._processes[0].pid, signal.SIGKILL)", "ended with signal SIGKILL"),
+        (failing_start.__name__, "time.sleep(1.5)", "rank 1 of 2: ValueError: a bug in a test"),
+    ],
+)
+def test_a_process_that_a_device_blocks_ends_itself(module: str, ending: str, reason: str, is_blocked: bool) -> None:
     """A process on a GPU may wait for a lost rank forever. One that raises the loss does not end itself."""
     program = (
-        "import os, signal, time; from pipeline.engine.parallel.group import RankGroup\n"
-        "group = RankGroup(2, 1 << 20, exits_when_lost=True)\n"
-        "os.kill(group._processes[0].pid, signal.SIGKILL)\n"
-        + ("time.sleep(30)" if is_blocked else "error = group.lost(OSError()); time.sleep(4); raise error")
+        "import os, signal, time; from pipeline.engine.parallel import group as groups\n"
+        f"groups.RANK_MODULE = {module!r}\n"
+        "group = groups.RankGroup(2, 1 << 20, exits_when_lost=True)\n"
+        f"{ending}\n"
+        + ("time.sleep(30)" if is_blocked else "group.lost(OSError()); time.sleep(4); raise group.lost(OSError())")
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=25)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=45)
     assert ran.returncode == (EnvironmentFailed.exit_code if is_blocked else 1)
-    assert "ended with signal SIGKILL" in ran.stderr
+    assert reason in ran.stderr
     assert ("RankLost" in ran.stderr) == (not is_blocked)

@@ -53,9 +53,9 @@ def test_each_engine_has_its_own_threads_and_the_callers_stay(
 ) -> None:
     loaded_with, load = list[int](), LoadedModel.load
 
-    def load_and_record(*parts) -> LoadedModel:
+    def load_and_record(*parts, **options) -> LoadedModel:
         loaded_with.append(torch.get_num_threads())
-        return load(*parts)
+        return load(*parts, **options)
 
     monkeypatch.setattr(build.LoadedModel, "load", load_and_record)
     engines = {n: float32_engine(folder, num_threads=n or None) for n in (1, 2, 0)}

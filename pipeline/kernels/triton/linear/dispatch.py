@@ -61,7 +61,7 @@ class TwoPathLinear:
     ) -> None:
         """Pack `weight`. With a `scratch`, each call that needs the 16-bit form writes it there; without, it is kept.
 
-        Raises ValueError unless `int4.serves(weight)`.
+        Raises ValueError unless `int4.supports(weight)`.
         """
         if not supports(weight):
             raise ValueError(

@@ -1,10 +1,13 @@
 """Routing and expert layers against plain torch, in each form of weights."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from pipeline.engine.startup.memory import layer_bytes_on_gpu
 from pipeline.kernels import experts, reference
 from pipeline.kernels.experts import LoopedExperts
 from pipeline.kernels.routing import Routing
@@ -15,10 +18,12 @@ from pipeline.kernels.triton.experts.route import route
 from pipeline.kernels.triton.experts.weights import GroupedWeights
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.launch import A100, H100, CompileTarget
-from pipeline.weights.packed import DenseWeight, ExpertWeights, Fp8Weight
+from pipeline.model.config import read_config
+from pipeline.weights.packed import DenseWeight, ExpertWeights, Fp8Weight, select_inputs, select_outputs
 from tests.kernels.experts import FORMS, random_experts, random_linear
 from tests.kernels.triton import problems
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, TYPES, recorded_launches
+from tests.model_folders import small_config
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of empty columns in the interpreter
@@ -274,6 +279,27 @@ def test_launches_depend_on_the_number_of_tokens_alone() -> None:
     with recorded_launches() as launches:
         layer(normal(1, 24).to(DEVICE), torch.tensor([[3, 1]], device=DEVICE), torch.ones(1, 2, device=DEVICE))
     assert len(launches) == 3, "one token needs no lists"
+
+
+@pytest.mark.parametrize(("block", "num_ranks"), [(128, 1), (128, 2), (128, 3), (64, 1)])
+def test_memory_of_fp8_experts_is_planned_as_they_are_packed(block: int, num_ranks: int, tmp_path: Path) -> None:
+    """Products read blocks of 128 inputs. Half of three blocks ends within one."""
+    values = {"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 384,
+              "quantization_config": {"quant_method": "fp8", "weight_block_size": [block, block]}}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(small_config(128, 384, 1, 6, 6, head_dim=16) | values))
+    config = read_config(tmp_path)
+
+    def random(outputs: int, inputs: int) -> Fp8Weight:
+        scales_RG = normal(outputs // block, inputs // block)
+        return Fp8Weight(normal(outputs, inputs).to(torch.float8_e4m3fn), scales_RG, (block, block))
+
+    width, local = 384 // num_ranks, config.local(num_ranks)
+    gate_up = select_outputs(random(768, 128), torch.arange(2 * width))
+    down = select_inputs(random(128, 384), 0, width)
+    packed = prepared(ExpertWeights((gate_up,) * 2, (down,) * 2), torch.float16)
+    linears = 2 * sum(rows * inputs for parts in local.linears(0).values() for _, rows, inputs in parts)
+    (planned,) = layer_bytes_on_gpu(local, torch.float16, "auto")
+    assert planned == linears + packed.gate_up.num_bytes + packed.down.num_bytes
 
 
 def test_the_kernel_set_routes_and_prepares_experts() -> None:
