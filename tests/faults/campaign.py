@@ -457,6 +457,8 @@ class PlayedJob:
             self.figures.refused[change or "damage"] += 1
             self.log(f"refused: {run.reason()[:300]}")
             return
+        if -code in STOPS and run.phase() == "start":  # it came before Python handled signals
+            return
         assert code in (0, KILLED, *RESUMABLE), shown
         if run.stopped_s is not None:
             self.figures.longest_stop_s = max(self.figures.longest_stop_s, time.monotonic() - run.stopped_s)
