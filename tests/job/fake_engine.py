@@ -6,6 +6,7 @@ has loaded, by the files that they leave in the folder loaded_in), max_model_len
 (tokens at the head of every prompt but the first, from cache), fail_load (a class of `pipeline.errors`, or a built-in
 one), and texts that, in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
 out_of_memory, unusable). A `once` file path limits the fault to the first time; a file at `cured_by` ends it.
+stops_once: the first process, which creates this file, stops as soon as it is ready.
 """
 
 import builtins
@@ -132,6 +133,9 @@ class FakeEngine:
 
     @property
     def has_unfinished(self) -> bool:
+        if "stops_once" in self.fake and not Path(self.fake["stops_once"]).exists():
+            Path(self.fake["stops_once"]).touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
         return bool(self.waiting or self.running)
 
     def add(self, request: Request) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import re
 import signal
 import socket
@@ -114,7 +115,10 @@ class Child:
                 start_new_session=True,
             )
         self.connection = Connection(ours.detach())
-        self._sending = threading.Lock()  # a socket that is closed while a thread sends may be another file by then
+        # A thread of its own sends, since that blocks while a hung process reads nothing.
+        self._outbox: queue.SimpleQueue[ToEngine | None] = queue.SimpleQueue()
+        self._sender = threading.Thread(target=self._send, daemon=True, name="engine messages")
+        self._sender.start()
         self.ready = False
         self.heard_us = now_us()
         self.crash: Crashed | None = None
@@ -122,9 +126,8 @@ class Child:
         self.send(Start(launch.factory, launch.config, launch.reference))
 
     def send(self, message: ToEngine) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the keeper notices its end and sends the rows again
-            if not self.connection.closed:
-                self.connection.send(message)
+        """Send a message later. If the process ends first, the keeper notices it and sends the rows again."""
+        self._outbox.put(message)
 
     def kill(self, reason: str) -> None:
         self._kill_reason = reason
@@ -145,11 +148,17 @@ class Child:
         except subprocess.TimeoutExpired:
             self.kill("it did not respond")
             code = self.process.wait()
-        with self._sending:
-            self.connection.close()
+        self._outbox.put(None)
+        self._sender.join()  # a socket that is closed while a thread sends may be another file by then
+        self.connection.close()
         words = self.crash.message if self.crash else self._output.last()
         killed = code == -signal.SIGKILL and self._kill_reason is None
         return Ended(self._describe_exit(code), words.strip()[-OUTPUT_TAIL_BYTES:], killed)
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):  # the process has ended
+            while (message := self._outbox.get()) is not None:
+                self.connection.send(message)
 
     def _describe_exit(self, code: int) -> str:
         exit_description = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -80,6 +80,15 @@ def test_fault_1_a_process_that_is_killed_in_a_step_is_replaced_and_no_row_is_bl
     assert (deaths.count, deaths.poison_rows) == (1, 0)
 
 
+def test_a_process_that_reads_no_rows_is_replaced(start, tmp_path):
+    """The rows are more than its socket holds."""
+    supervisor = start(step_timeout_s=1.0, stops_once=str(tmp_path / "once"), load_s=0.5)
+    requested = requests([f"row {i} " + "word " * 8000 for i in range(100)])
+    with ThreadPoolExecutor(1) as pool:
+        check(requested, pool.submit(supervisor.generate, requested).result(timeout=60))
+    assert "no step for 1 s" in supervisor.deaths().reasons[0]
+
+
 def test_what_processes_computed_is_what_was_delivered_or_lost_with_them(start, tmp_path):
     """The last row ends the process when others have finished and others are half done; twice."""
     once = tmp_path / "once"
