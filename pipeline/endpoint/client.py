@@ -109,6 +109,7 @@ class Client:
         self.progress_s = time.monotonic()  # when a token was last generated, or the server had nothing to do
         self._tokens: float | None = None  # generated in all, by the server's own count
         self._form = _Form()
+        self._has_form = False
         self.refusal = ""  # the last answer of an overloaded server
         self._session: aiohttp.ClientSession | None = None
 
@@ -169,16 +170,18 @@ class Client:
         """Return the most that a request is expected to cost."""
         return self._meter.reserve(self._body(request), request.params.max_tokens)
 
-    async def complete(self, request: EndpointRequest, added_us: int, bill: Bill) -> Completion:
-        """Return the completion of a request, and settle its bill. Raises Disconnected, Overloaded, BadAnswer,
-        Rejected, OtherModel."""
+    async def complete(
+        self, request: EndpointRequest, added_us: int, bill: Bill, finished: dict[int, tuple[Completion, int]]
+    ) -> Completion:
+        """Return the completion of a request, and settle its bill. finished: samples that earlier tries computed one by
+        one, with the time of their first token. Raises Disconnected, Overloaded, BadAnswer, Rejected, OtherModel."""
         sent_s = time.monotonic()
         if self.num_open == 0:
             self.progress_s = sent_s
         self.num_open += 1
         try:
             if self._form.splits_samples and request.params.n > 1:
-                done, first_us = await self._exchange_samples(request, bill)
+                done, first_us = await self._exchange_samples(request, bill, finished)
             else:
                 done, first_us = await self._exchange(request, bill)
             now_s = self.progress_s = time.monotonic()
@@ -236,7 +239,10 @@ class Client:
         return EndpointRequest(None, probe_body(self._config.route, params, self._config.dimensions), params)
 
     async def _find_form(self, first: EndpointRequest) -> None:
-        """Send the first request as rows are sent. Leave out what the server refuses and rows can do without."""
+        """Send the first request as rows are sent. Leave out what the server refuses and rows can do without. Later
+        probes keep the form, in which rows are sent meanwhile."""
+        if self._has_form:
+            return await self._answer_to(first)
         # Without the server's own count of tokens, the pieces of answers show progress.
         streams = self._tokens is None and self._config.route != "embedding"
         forms = [_Form(True), _Form(True, False), _Form()] if streams else [_Form()]
@@ -247,10 +253,11 @@ class Client:
             if isinstance(refused, Unsupported) and not self._form.splits_samples:
                 continue  # n was ignored, not refused
             try:
-                await self._answer_to(_single(first, 0) if self._form.splits_samples else first)
+                await self._answer_to(first)
             except (_FirstRefused, Unsupported) as error:
                 refused = refused or error
                 continue
+            self._has_form = True
             if refused is not None:
                 left_out = ["stream"] if streams and not self._form.streams else []
                 left_out += ["stream_options"] if self._form.streams and not self._form.counts_streams else []
@@ -273,20 +280,28 @@ class Client:
 
     async def _answer_to(self, request: EndpointRequest) -> None:
         """Send a request that is no row, and check its answer. Raises _FirstRefused if it is an error."""
+        if self._form.splits_samples:
+            request = _single(request, 0)
         done, _ = await self._exchange(request, self._meter.open(self.reservation(request)))
         if done.error is not None:
             raise _FirstRefused(done.error_message)
 
-    async def _exchange_samples(self, request: EndpointRequest, bill: Bill) -> tuple[Completion, int]:
-        """Send a request for each sample, to a server that computes one at a time."""
-        bills = bill.split(request.params.n)
-        each = [self._exchange(_single(request, index), part) for index, part in enumerate(bills)]
+    async def _exchange_samples(
+        self, request: EndpointRequest, bill: Bill, finished: dict[int, tuple[Completion, int]]
+    ) -> tuple[Completion, int]:
+        """Send a request for each sample that is not finished, to a server that computes one at a time."""
+        missing = [index for index in range(request.params.n) if index not in finished]
+        bills = bill.split(len(missing))
+        each = [self._exchange(_single(request, index), part) for index, part in zip(missing, bills, strict=True)]
         ended = await asyncio.gather(*each, return_exceptions=True)  # answers that arrive are read, since they are paid
-        found = [one for one in ended if not isinstance(one, BaseException)]
+        for index, one in zip(missing, ended, strict=True):
+            if not isinstance(one, BaseException):
+                finished[index] = one
         if error := next((one for one in ended if isinstance(one, BaseException)), None):
             raise error
-        failed = next((done for done, _ in found if done.error is not None), None)
-        return failed or with_samples([done for done, _ in found]), min(first_us for _, first_us in found)
+        samples = [finished[index][0] for index in range(request.params.n)]
+        failed = next((one for one in samples if one.error is not None), None)
+        return failed or with_samples(samples), min(first_us for _, first_us in finished.values())
 
     async def _exchange(self, request: EndpointRequest, bill: Bill) -> tuple[Completion, int]:
         """Send a request. Return its completion, and when its first token came. Its tokens are counted before the

@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames
@@ -43,6 +43,7 @@ class _WaitingRow:
     request: EndpointRequest
     added_us: int
     tries: int = 0
+    finished: dict[int, tuple[Completion, int]] = field(default_factory=dict)  # samples, if computed one by one
     refused: tuple[float, int] | None = None  # when a server first refused it for load, and answers until then
 
 
@@ -302,7 +303,7 @@ class EndpointEngine:
         """Send a row. Return True if it has ended, False if it must wait again."""
         client, row = sent.client, sent.row
         try:
-            done = await client.complete(row.request, row.added_us, sent.bill)
+            done = await client.complete(row.request, row.added_us, sent.bill, row.finished)
         except Rejected as error:
             return await self._is_rejected(client, row, error)
         except OtherModel as error:

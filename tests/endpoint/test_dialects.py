@@ -1,5 +1,7 @@
 """Servers in the forms of a dozen products: each row ends right, and all that is billed is counted."""
 
+from typing import Any
+
 import pytest
 
 from pipeline.engine.params import SamplingParams
@@ -58,3 +60,29 @@ def test_samples_of_a_server_that_computes_one_are_requested_one_by_one(name: st
     assert (counted["open_prompt_tokens"], counted["num_unmetered"]) == (0, 0)
     assert counted["generated_tokens"] == server.ledger.generated_tokens
     assert all("n" not in one.body for one in server.requests[-20:])
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("gateway", {"truncate": {"every": 5}}),
+        ("azure", {"truncate": {"every": 5}}),
+        ("tgi", {"truncate": {"every": 5}}),
+        ("ollama", {"error": {"status": 403, "match": "word3."}}),
+    ],
+)
+def test_probes_of_a_running_server_have_the_form_of_its_rows(name: str, fault: dict[str, Any]):
+    """And rows that are sent meanwhile keep it."""
+    dialect = DIALECTS[name]
+    params = SamplingParams(max_tokens=8, n=2 if "n" in dialect.ignored else 1, temperature=1.0)
+    with (
+        FakeServer(dialect=name, metrics=False, seconds_per_request=0.005, **fault) as server,
+        opened(server.url + dialect.base + dialect.query, route="chat", params=params, **dialect.config) as engine,
+    ):
+        for index in range(60):
+            engine.add(request(index, is_chat=True, params=params))
+        done = steps(engine)
+    if "error" in fault:
+        assert done.pop(3).error == "rejected"
+    for index, one in done.items():
+        assert [each.text for each in one.each] == [answer_text(prompt_of(int(str(index))), 8)] * params.n
