@@ -187,11 +187,12 @@ def _wait_s(reply: Reply) -> float | None:
     """Return the time that the server asks to wait, in any of the usual headers, or in Google's details."""
     headers = {name.lower(): text.strip() for name, text in reply.headers.items()}
     waits = [_seconds(headers.get("retry-after-ms", ""), 1e-3), _seconds(headers.get("retry-after", ""))]
-    if not any(wait is not None for wait in waits):
-        # Requests and tokens have limits of their own; the one that is used up counts.
+    if waits == [None, None]:
         resets = {name: text for name, text in headers.items() if "ratelimit" in name and "reset" in name}
         used_up = [name for name in resets if headers.get(name.replace("reset", "remaining")) == "0"]
-        waits = [_seconds(resets[name]) for name in used_up or resets]
+        found = [wait for name in used_up or resets if (wait := _seconds(resets[name])) is not None]
+        # Requests and tokens have limits of their own, by the minute and by the day; which one refused may not be shown.
+        waits = [(max if used_up else min)(found, default=None)]
     error = reply.value.get("error") if isinstance(reply.value, dict) else None
     details = error.get("details") if isinstance(error, dict) else None
     for detail in details if isinstance(details, list) else ():
