@@ -110,7 +110,7 @@ class Client:
         self._tokens: float | None = None  # generated in all, by the server's own count
         self._form = _Form()
         self._has_form = False
-        self.refusal = ""  # the last answer of an overloaded server
+        self.refusal = ""  # why the server pauses, and until when
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
@@ -190,8 +190,10 @@ class Client:
             return replace(done, **times, samples=tuple(replace(sample, **times) for sample in done.samples))
         except Overloaded as rejected:
             self.num_rejected += 1
-            self.refusal = str(rejected)
-            self.window.overloaded(time.monotonic(), sent_s, rejected.wait_s, self.num_open)
+            now_s = time.monotonic()
+            self.window.overloaded(now_s, sent_s, rejected.wait_s, self.num_open)
+            until = time.strftime("%H:%M:%S", time.gmtime(time.time() + self.window.paused_s(now_s)))
+            self.refusal = f"{self.shown} pauses until {until} UTC: {rejected}"
             raise
         finally:
             self.num_open -= 1

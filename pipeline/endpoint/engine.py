@@ -124,10 +124,9 @@ class EndpointEngine:
     def waits_for(self) -> str:
         """Reason why all servers pause; empty if one does not."""
         now_s = time.monotonic()
-        pauses = [(client.window.paused_s(now_s), client) for client in self._up]
-        if not pauses or min(pause_s for pause_s, _ in pauses) < 1 or self._sends_no_more:
+        if not self._up or self._sends_no_more or any(client.window.paused_s(now_s) < 1 for client in self._up):
             return ""
-        return "; ".join(f"{one.shown} pauses for {pause_s:,.0f} s: {one.refusal}" for pause_s, one in pauses)
+        return "; ".join(client.refusal for client in self._up)
 
     def warm_up(self) -> None:
         """Do nothing: the first token was computed already."""

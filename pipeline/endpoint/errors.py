@@ -191,7 +191,7 @@ def _wait_s(reply: Reply) -> float | None:
         resets = {name: text for name, text in headers.items() if "ratelimit" in name and "reset" in name}
         used_up = [name for name in resets if headers.get(name.replace("reset", "remaining")) == "0"]
         found = [wait for name in used_up or resets if (wait := _seconds(resets[name])) is not None]
-        # Requests and tokens have limits of their own, by the minute and by the day. Which one refused may not be shown.
+        # Requests and tokens have limits of their own, by the minute and by the day. Which one refused may be unknown.
         waits = [(max if used_up else min)(found, default=None)]
     error = reply.value.get("error") if isinstance(reply.value, dict) else None
     details = error.get("details") if isinstance(error, dict) else None

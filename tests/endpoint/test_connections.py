@@ -246,7 +246,7 @@ def test_a_long_pause_ends_the_run_and_a_short_one_shows_its_reason():
         done = []
         while engine.has_unfinished:
             done += engine.step()
-            reasons.add(engine.waits_for.partition(": ")[2])
+            reasons.add(engine.waits_for.partition(" UTC: ")[2])
         assert len(done) == 40
         assert reasons == {"", "status 429: monthly limit"}
 
