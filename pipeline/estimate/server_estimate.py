@@ -88,7 +88,9 @@ def _estimate(plan: JobPlan, runs: Sequence[RunRecord], rows: int, runs_before: 
     low, high = min(*ratios, 1 / (1 + MIN_SPREAD)), max(*ratios, 1 + MIN_SPREAD)
     if (short := _short_of(plan, runs, rows / actors)) is not None:
         low = min(low, short.num_open / short.reachable)
-    machine = Interval(start_us + work_us * low, start_us + work_us, start_us + work_us * high)
+    least_us = _limited_us(plan, rows, prompt + generated)
+    phases["idle"] += max(0, least_us - work_us)
+    machine = Interval(*(start_us + max(least_us, work_us * ratio) for ratio in (low, 1, high)))
     driver_us = max(0, last.wall_us - max(actor.machine_us for actor in last.actors))
     return Estimate(
         made_at=zone_time(UTC).isoformat(timespec="seconds"),
@@ -107,6 +109,16 @@ def _estimate(plan: JobPlan, runs: Sequence[RunRecord], rows: int, runs_before: 
         job=plan.fingerprint.undated,
         usd_per_million=cost.token_prices,
     )
+
+
+def _limited_us(plan: JobPlan, rows: float, tokens: float) -> int:
+    """Return the time that the job's limits of a minute leave for requests and tokens."""
+    engine = plan.job.work_config()
+    assert isinstance(engine, EndpointConfig)
+    minutes = [0.0]
+    minutes += [rows / engine.requests_per_minute] if engine.requests_per_minute else []
+    minutes += [tokens / engine.tokens_per_minute] if engine.tokens_per_minute else []
+    return int(max(minutes) * 60e6)
 
 
 def _answers(run: RunRecord) -> int:

@@ -103,6 +103,17 @@ def test_a_probe_estimates_tokens_time_and_cost_and_the_run_reuses_its_rows(
     assert lines["usd"]["actual"] == pytest.approx(tokens_usd + lines["machine_us"]["actual"] / 1e9)
 
 
+def test_limits_of_a_minute_bound_the_time(tmp_path: Path, planned: Callable[..., Any]):
+    with FakeServer() as server:
+        path = job_file(tmp_path, server.url, 100)
+        free = planned(path, "--probe", "32")["here"][0]["wall_us"]["expected"]
+    for key, minutes in ("requests_per_minute=10", 10), ("tokens_per_minute=100", 9):  # of some 9 tokens a row
+        found = planned(path, "--set", f"server.{key}")
+        assert found["here"][0]["wall_us"]["low"] > minutes * 60e6 * 0.95 > free
+        made = found["estimate"]
+        assert sum(made["phases_us"].values()) == pytest.approx(made["machine_us"]["expected"], abs=10)
+
+
 def test_runs_on_another_server_or_with_other_requests_are_not_used(tmp_path: Path, planned: Callable[..., Any]):
     with FakeServer() as server, FakeServer() as other:
         path = job_file(tmp_path, server.url, 30)
