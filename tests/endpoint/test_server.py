@@ -19,7 +19,7 @@ from pipeline.errors import EnvironmentFailed
 from tests.endpoint import fake_server
 from tests.endpoint.test_engine import assert_right, request, steps
 
-FAKE = (sys.executable, fake_server.__file__, "--model", "{model}")
+FAKE = (sys.executable, "-m", fake_server.__name__, "--model", "{model}")
 PARENT = """
 import sys, time
 from pipeline.endpoint.server import Server
