@@ -88,9 +88,9 @@ def _estimate(plan: JobPlan, runs: Sequence[RunRecord], rows: int, runs_before: 
     low, high = min(*ratios, 1 / (1 + MIN_SPREAD)), max(*ratios, 1 + MIN_SPREAD)
     if (short := _short_of(plan, runs, rows / actors)) is not None:
         low = min(low, short.num_open / short.reachable)
-    least_us = _limited_us(plan, rows, prompt + generated)
-    phases["idle"] += max(0, least_us - work_us)
-    machine = Interval(*(start_us + max(least_us, work_us * ratio) for ratio in (low, 1, high)))
+    min_work_us = _limited_us(plan, rows, prompt + generated)
+    phases["idle"] += max(0, min_work_us - work_us)
+    machine = Interval(*(start_us + max(min_work_us, work_us * ratio) for ratio in (low, 1, high)))
     driver_us = max(0, last.wall_us - max(actor.machine_us for actor in last.actors))
     return Estimate(
         made_at=zone_time(UTC).isoformat(timespec="seconds"),
