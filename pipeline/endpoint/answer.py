@@ -52,7 +52,7 @@ def _completion(answer: dict[str, Any], request: EndpointRequest, has_tools: boo
         raise kind(f"the answer has choices {numbers}; expected {params.n} with different indices from 0")
     for choice in choices:
         if choice.get("error"):
-            reason = Reply.parse(500, {}, json.dumps(choice["error"]).encode()).message
+            reason = Reply(500, {}, choice["error"]).message
             raise BadAnswer(f"choice {choice['index']} of the answer failed: {reason}")
     ends: list[tuple[dict[str, Any], FinishReason | None]]
     ends = [(choice, _reason(choice, answer, params)) for choice in choices]

@@ -27,6 +27,7 @@ from pipeline.machine.host import now_us
 from pipeline.stores.redaction import redacted, shown_url
 
 PROBE_TIMEOUT_S = 60.0
+REDIRECTS = (301, 302, 307, 308)
 MAX_REDIRECTS = 5
 # Names by vLLM, SGLang and llama.cpp
 _RUNNING = r"vllm:num_requests_running|sglang:num_running_reqs|llamacpp:requests_processing"
@@ -395,30 +396,29 @@ class Client:
                         f"piece of it within {self._config.stall_timeout_s:g} s (run.stall_timeout)"
                     ) from None
                 raise self._lost(error) from None
-            if not isinstance(found, str):
+            reply = found[0]
+            if reply.status not in REDIRECTS or "Location" not in reply.headers:
                 return found
-            if urlsplit(found).hostname != urlsplit(url).hostname:  # it would receive the key
-                raise Rejected(308, f"it redirects to {shown_url(found)}")
-            self._use(found)
-        raise Rejected(308, f"it redirects more than {MAX_REDIRECTS} times")
+            target = urljoin(url, reply.headers["Location"])
+            if urlsplit(target).hostname != urlsplit(url).hostname:  # it would receive the key
+                raise Rejected(reply.status, f"it redirects to {shown_url(target)}")
+            self._use(target)
+        raise Rejected(reply.status, f"it redirects more than {MAX_REDIRECTS} times")
 
-    async def _post_to(self, url: str, body: Mapping[str, Any], limit: asyncio.Timeout) -> "tuple[Reply, int] | str":
-        """Return an answer and when its first token came, or the url to which the server redirects."""
+    async def _post_to(self, url: str, body: Mapping[str, Any], limit: asyncio.Timeout) -> tuple[Reply, int]:
+        """Return the answer of a url, and when its first token came. limit: is extended by each piece of a stream."""
         assert self._session is not None
         async with self._session.post(url, json=body, proxy=self._proxy, allow_redirects=False) as response:
-            status, headers = response.status, response.headers
-            if status in (301, 302, 307, 308) and "Location" in headers:
-                return urljoin(url, headers["Location"])
+            status, headers, answer = response.status, response.headers, StreamedAnswer()
             is_stream = body.get("stream") and status == 200
             if not is_stream or "event-stream" not in response.content_type:
                 raw = await response.read()
                 if is_stream and raw.lstrip().startswith((b"data:", b"event:", b":")):  # as another type
-                    answer = StreamedAnswer()
                     for line in raw.splitlines():
                         answer.add(line)
                     return Reply(status, headers, answer.answer()), now_us()
                 return Reply.parse(status, headers, raw), now_us()
-            answer, first_us, loop = StreamedAnswer(), 0, asyncio.get_running_loop()
+            first_us, loop = 0, asyncio.get_running_loop()
             async for line in response.content:
                 if answer.add(line):
                     first_us, self.progress_s = first_us or now_us(), time.monotonic()

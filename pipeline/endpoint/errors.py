@@ -102,7 +102,8 @@ class Reply:
     @property
     def message(self) -> str:
         """The sentences of an error, on one line; without one, the text."""
-        return one_line(": ".join(dict.fromkeys(_sentences(self.value)))) if any(_sentences(self.value)) else self.text
+        sentences = list(dict.fromkeys(_sentences(self.value)))
+        return one_line(": ".join(sentences)) if sentences else self.text
 
 
 def one_line(text: str) -> str:
@@ -202,7 +203,7 @@ def _wait_s(reply: Reply) -> float | None:
 
 
 def _seconds(text: str, unit_s: float = 1.0) -> float | None:
-    """Return the time in a header: a number, a duration as in 1m30.5s, or a date. None if it is nothing of these."""
+    """Return the time in a header: a number, a duration as in 1m30.5s, or a date. None if it is none of these."""
     try:
         number = float(text)
     except ValueError:

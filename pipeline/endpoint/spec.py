@@ -6,9 +6,9 @@ from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from pipeline.engine.params import SamplingParams
+from pipeline.stores.redaction import MIN_SECRET
 
 Route = Literal["chat", "completion", "embedding"]
-MIN_SECRET = 4  # characters; shorter texts occur in other words
 PATHS: dict[Route, str] = {"chat": "/chat/completions", "completion": "/completions", "embedding": "/embeddings"}
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+MIN_SECRET = 4  # characters; shorter texts occur in other words
 _USER = re.compile(r"([A-Za-z][\w+.-]*)://([^/?#\s'\"<>]*)@")
 _CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")  # container@account: the part before the @ is not a user
 _QUERY = re.compile(r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
@@ -37,7 +38,7 @@ def secrets_of(options: Mapping[str, Any], inside: bool = False) -> frozenset[st
         secret = inside or bool(_SECRET.search(str(name)))
         if isinstance(value, Mapping):
             found |= secrets_of(value, secret)
-        elif secret and isinstance(value, str) and len(value) >= 4:
+        elif secret and isinstance(value, str) and len(value) >= MIN_SECRET:
             found.add(value)
     return frozenset(found)
 

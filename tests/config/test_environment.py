@@ -116,7 +116,7 @@ def test_other_commands_and_urls_are_accepted(job):
         assert job({}, SERVER % server).server is not None
     for server, message in (
         ('{url: "https://user:pw@h/v1"}', "cannot contain a user"),
-        ('{url: "https://h/v1", headers: {"a b": x}}', "no name of a header"),
+        ('{url: "https://h/v1", headers: {"a b": x}}', "not a valid header name"),
         ('{url: "https://h/v1", headers: {a: "x\\ny"}}', "printable ASCII"),
         ('{serve: [vllm], requests_per_minute: 5}', "need url"),
     ):  # fmt: skip

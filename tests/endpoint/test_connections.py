@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from pipeline.endpoint import engine as module
 from pipeline.endpoint.connection import proxy_of
 from pipeline.endpoint.rate_limit import RateLimit
 from pipeline.endpoint.spec import base_url
@@ -218,6 +219,14 @@ def test_a_gateway_that_fails_for_a_while_costs_no_row():
     for status in (502, 504):
         with FakeServer(error={"status": status, "after": 10, "first": 60}) as server:
             assert_right(compute(server, route="chat"))
+
+
+def test_a_row_that_a_gateway_always_refuses_ends_once_many_others_are_answered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "MAX_REFUSED_S", 0.3)
+    with FakeServer(error={"status": 502, "match": "word3."}, seconds_per_request=0.005) as server:
+        done = compute(server, route="chat", num_rows=400, max_retries=1)
+    assert done.pop(3).error == "server_error"
+    assert_right(done)
 
 
 def test_a_long_pause_ends_the_run_and_a_short_one_shows_its_reason():

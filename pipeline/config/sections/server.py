@@ -74,8 +74,8 @@ class ServerSection(ConfigSection):
     )
     request_timeout: Annotated[Duration, Field(gt=0)] = Field(
         default=1800.0,
-        description="Maximum time of an answer. Of one that arrives in pieces: until the first one; the next ones may "
-        "each take run.stall_timeout.",
+        description="Maximum time until an answer is complete. If it is streamed: until its first piece, and then "
+        "run.stall_timeout for each piece.",
         examples=["10 min"],
         json_schema_extra={"default": "30 min"},
     )
@@ -138,7 +138,7 @@ class ServerSection(ConfigSection):
     def _fit_http(cls, headers: dict[str, str]) -> dict[str, str]:
         for name, text in headers.items():
             if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
-                raise ValueError(f"{name!r} is no name of a header")
+                raise ValueError(f"{name!r} is not a valid header name")
             if not (text.strip().isascii() and text.strip().isprintable()):
                 raise ValueError(f"{name}: expected printable ASCII characters")
         return {name: text.strip() for name, text in headers.items()}
@@ -151,8 +151,9 @@ class ServerSection(ConfigSection):
             flag, _, value = part.partition("=") if part.startswith("-") else (before, "", part)
             is_secret = _SECRET_FLAG.search(flag) if flag.startswith("-") and value else None
             if (is_secret or _SECRET_VALUE.search(value)) and "${" not in value:
+                shown = f"the value of {flag}" if flag.startswith("-") else f"the word after {before!r}"
                 raise ValueError(
-                    f"the value of {flag} looks like a secret, and the command is recorded in the output. Write it as "
+                    f"{shown} looks like a secret, and the command is recorded in the output. Write it as "
                     "an environment variable, such as ${API_KEY}, which is filled in when the server starts"
                 )
         return serve
