@@ -24,9 +24,12 @@ from pipeline.cli.commands.bench import shared_options
 from pipeline.cli.console import json_flag
 from pipeline.demo.reports import make_report
 from pipeline.demo.words import ACTIONS, DEVICES, FAULTS
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.reading.label_tree import LabelTree
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.tasks import Choice
 from pipeline.errors import PipelineError
 from pipeline.tokenization.labels import encode_labels

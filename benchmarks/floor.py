@@ -26,9 +26,9 @@ from pipeline.bench.request_sets import run_requests, workload
 from pipeline.bench.shapes import bench_model
 from pipeline.cli.commands.bench import shared_options
 from pipeline.cli.console import json_flag
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
-from pipeline.engine.params import EngineConfig
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.model.decoder import Decoder
 

@@ -23,8 +23,10 @@ from pipeline.checkpoints.locate import locate_model
 from pipeline.cli.commands.bench import shared_options
 from pipeline.cli.console import json_flag
 from pipeline.demo.reports import make_report
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import PipelineError
 

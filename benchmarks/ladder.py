@@ -34,8 +34,11 @@ from pipeline.bench.shapes import SHAPES, bench_model, dequantized
 from pipeline.cli.commands.bench import shared_options
 from pipeline.cli.console import json_flag
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.engine.startup.resolve import resolve
 from pipeline.errors import PipelineError

@@ -31,7 +31,8 @@ from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.parallel import group
 from pipeline.engine.parallel.group import RankGroup
 from pipeline.engine.parallel.runner import STEP_FIELDS
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.kernels import reference
 from pipeline.tokenization.tokenizer import Tokenizer

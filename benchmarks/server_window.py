@@ -23,7 +23,7 @@ from pipeline.endpoint.body import completion_body
 from pipeline.endpoint.engine import EndpointEngine
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
 from pipeline.endpoint.window import Window
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 
 LENGTHS = range(20, 81)  # tokens of a request
 

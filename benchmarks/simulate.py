@@ -27,7 +27,8 @@ from pipeline.cli.console import json_flag
 from pipeline.cli.options import FiniteRange
 from pipeline.data.bucket import BYTES_PER_TOKEN, cut_units
 from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.admission import Admission
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing

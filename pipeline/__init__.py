@@ -23,20 +23,27 @@ __all__ = [
 
 if TYPE_CHECKING:
     from pipeline.config import load_job
+    from pipeline.engine.completion import Completion
+    from pipeline.engine.config import EngineConfig
     from pipeline.engine.engine import Engine
-    from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+    from pipeline.engine.request import Request
+    from pipeline.engine.sampling_params import SamplingParams
     from pipeline.engine.tasks import Choice, Classify, Embed, Score
     from pipeline.job.running.run import run_job
 
-_HOME = (
-    {
-        "Engine": "pipeline.engine.engine",
-        "load_job": "pipeline.config",
-        "run_job": "pipeline.job.running.run",
-    }
-    | dict.fromkeys(("Completion", "EngineConfig", "Request", "SamplingParams"), "pipeline.engine.params")
-    | dict.fromkeys(("Choice", "Classify", "Embed", "Score"), "pipeline.engine.tasks")
-)
+_HOME = {
+    "Choice": "pipeline.engine.tasks",
+    "Classify": "pipeline.engine.tasks",
+    "Completion": "pipeline.engine.completion",
+    "Embed": "pipeline.engine.tasks",
+    "Engine": "pipeline.engine.engine",
+    "EngineConfig": "pipeline.engine.config",
+    "Request": "pipeline.engine.request",
+    "SamplingParams": "pipeline.engine.sampling_params",
+    "Score": "pipeline.engine.tasks",
+    "load_job": "pipeline.config",
+    "run_job": "pipeline.job.running.run",
+}
 
 
 def __getattr__(name: str) -> object:

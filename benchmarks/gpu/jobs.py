@@ -16,8 +16,8 @@ from pipeline.bench.engines.peer import Peer, PeerTask
 from pipeline.bench.measure import facts_to_text, table
 from pipeline.bench.request_sets import RequestSet, find_set, run_requests
 from pipeline.bench.shapes import bench_model
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig
 from pipeline.engine.startup.memory import free_cpu_bytes
 from pipeline.model.config import read_config
 from pipeline.roofline.cost_model import Ceilings

@@ -16,9 +16,9 @@ import torch
 from benchmarks.gpu.section import Found, Setting
 from pipeline.bench.measure import table
 from pipeline.bench.shapes import bench_model
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import DeviceContext
-from pipeline.engine.params import EngineConfig
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import layer_bytes_on_gpu

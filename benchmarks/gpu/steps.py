@@ -24,9 +24,11 @@ from benchmarks.gpu.trace import Trace, Traced, Window
 from pipeline.bench.measure import table
 from pipeline.bench.request_sets import FIRST_TOKEN
 from pipeline.bench.shapes import bench_model
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
-from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 
 ROWS, CONTEXTS = (1, 8, 32, 64, 128, 256, 512), (256, 1024)
 SMOKE_ROWS, SMOKE_CONTEXTS = (1, 2), (20,)

@@ -17,7 +17,7 @@ from pipeline.bench.job import answer_digest
 from pipeline.config import load_job
 from pipeline.data.units import window_units
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Request
+from pipeline.engine.request import Request
 from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.plan import JobPlan, make_plan

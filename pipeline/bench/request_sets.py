@@ -13,7 +13,8 @@ import numpy as np
 
 from pipeline.demo.reports import make_report
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.roofline.job_simulation import RequestTokens
 

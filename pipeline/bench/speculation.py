@@ -17,11 +17,14 @@ from typing import Any
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
 from pipeline.checkpoints.locate import locate_model
 from pipeline.demo.reports import make_report
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts
 from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig, Request, SamplingParams, SpeculationConfig
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
+from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError

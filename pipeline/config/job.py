@@ -14,7 +14,7 @@ from pipeline.config.contradictions import contradictions, rules_for_editors
 from pipeline.config.jobfile import Document, Value
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import filled, is_of_requests
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 
 
 def _with_model(raw: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.doctor.check import Setup
 from pipeline.doctor.speed import CONTEXT, PredictedSpeed, speed_on
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.batch_limits import gpu_limits
 from pipeline.engine.startup.memory import (
     CPU_SHARE,

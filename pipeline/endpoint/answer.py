@@ -13,8 +13,9 @@ import numpy as np
 from pipeline.endpoint.errors import BadAnswer, Reply, Unsupported, failed, one_line, rejection
 from pipeline.endpoint.meter import Usage, count_of, usage_of
 from pipeline.endpoint.spec import EndpointRequest
-from pipeline.engine.params import Completion, FinishReason, SamplingParams
+from pipeline.engine.completion import Completion, FinishReason
 from pipeline.engine.samples import with_samples
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.tasks import TokenLogprobs, VectorResult
 from pipeline.errors import RowError
 

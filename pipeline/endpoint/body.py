@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.endpoint.spec import Route
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 
 MAX_SEED = 2**31  # the largest seed that every server accepts
 # Without these, vLLM and SGLang use the values of the model's generation_config.json, and llama.cpp its own.

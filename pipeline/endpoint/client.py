@@ -20,7 +20,7 @@ from pipeline.endpoint.meter import Bill, Meter, Reservation, usage_of
 from pipeline.endpoint.spec import PATHS, EndpointConfig, EndpointRequest, base_url
 from pipeline.endpoint.stream import StreamedAnswer
 from pipeline.endpoint.window import Window
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.engine.samples import with_samples
 from pipeline.errors import ConfigError, EnvironmentFailed, PipelineError
 from pipeline.machine.host import now_us

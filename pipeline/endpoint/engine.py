@@ -21,7 +21,7 @@ from pipeline.endpoint.meter import NANO_USD, Bill, Meter, Reservation
 from pipeline.endpoint.rate_limit import RateLimit
 from pipeline.endpoint.server import Server, alone, command_of, free_port
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.errors import ConfigError, EngineUnusable, EnvironmentFailed, RowError
 from pipeline.machine.host import now_us
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 
 from pipeline.endpoint.spec import EndpointRequest
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.errors import RowError
 
 MAX_MESSAGE = 500

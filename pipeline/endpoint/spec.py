@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.stores.redaction import MIN_SECRET
 
 Route = Literal["chat", "completion", "embedding"]

@@ -17,14 +17,17 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.final_check import checked, is_checked
 from pipeline.engine.forward.runner import DeviceContext, Runner
 from pipeline.engine.grammar.validity import import_jsonschema
-from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.reading.sequences import prompt_reader, sequence_of, unsupported_reason
 from pipeline.engine.reasoning.requests import RequestReasoning
+from pipeline.engine.request import Request
 from pipeline.engine.samples import ParentRequest, sample_seed
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler

@@ -1,9 +1,10 @@
 """The final check of a completion: JSON that does not conform to its schema becomes an error."""
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.grammar.validity import invalid_reason
-from pipeline.engine.params import Completion, SamplingParams
 from pipeline.engine.samples import with_samples
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import RowError
 
 

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 
 
 def sample_seed(seed: int, index: int) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pipeline.data.source import InputWindow, Source
 from pipeline.data.units import MAX_BUDGET, window_units
-from pipeline.engine.params import Request
+from pipeline.engine.request import Request
 from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.planning.history import Remembered
 from pipeline.job.planning.resolved_job import ResolvedJob

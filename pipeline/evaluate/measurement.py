@@ -12,9 +12,12 @@ import numpy as np
 
 from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import JobConfig
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
 from pipeline.engine.quality.divergence import Divergence, Likelihood, logits_in_pieces
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.engine.startup.resolve import quantized_on_load, resolve
 from pipeline.engine.tasks import HiddenStates, StatesResult

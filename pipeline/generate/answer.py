@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.errors import ConfigError, EnvironmentFailed, OutputError
 from pipeline.formatting import printable
 from pipeline.stores.filesystem import is_url

@@ -14,7 +14,7 @@ from pipeline.config import JobConfig
 from pipeline.data.output.result_columns import REASONING_FIELDS, RESULT_FIELDS, TOOL_CALLS_FIELD, output_schema
 from pipeline.data.units import make_units
 from pipeline.endpoint.spec import EndpointConfig
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.errors import ConfigError
 from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved

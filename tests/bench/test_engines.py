@@ -17,8 +17,8 @@ from pipeline.bench.engines.peer import Peer, PeerTask, parse_peer
 from pipeline.bench.request_sets import BenchRequest, workload
 from pipeline.bench.shapes import bench_model
 from pipeline.cli.main import cli
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError, EnvironmentFailed, PipelineError
 
 SETS = {"warm-up": [BenchRequest([1], 1)], "set 1": [BenchRequest([5, 6], 3), BenchRequest([7], 2)]}

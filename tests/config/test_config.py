@@ -13,7 +13,9 @@ from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.identity import free_of, identity_of, numerics_of
 from pipeline.config.mistakes import section_at
 from pipeline.config.sections.prompt import PromptSection
-from pipeline.engine.params import EngineConfig, SamplingParams, SpeculationConfig
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.sampling_params import SamplingParams
+from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.errors import ConfigError
 from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
 from pipeline.stores.filesystem import storage_for

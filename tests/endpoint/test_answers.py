@@ -16,7 +16,8 @@ from pipeline.endpoint.body import chat_body, completion_body, embedding_body
 from pipeline.endpoint.errors import BadAnswer, Overloaded, Rejected, Reply
 from pipeline.endpoint.spec import PATHS, EndpointRequest, base_url
 from pipeline.endpoint.stream import StreamedAnswer
-from pipeline.engine.params import Completion, SamplingParams
+from pipeline.engine.completion import Completion
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import RowError
 from tests.endpoint.fake_server import HTML, FakeServer, answer_text, embedding_vector, too_long_response
 

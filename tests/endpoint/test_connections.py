@@ -19,7 +19,7 @@ from pipeline.endpoint.connection import proxy_of
 from pipeline.endpoint.rate_limit import RateLimit
 from pipeline.endpoint.spec import base_url
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError, EngineUnusable, EnvironmentFailed
 from tests.endpoint.fake_server import FakeServer
 from tests.endpoint.test_engine import assert_right, compute, opened, request, short_waits, steps

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from tests.endpoint.dialects import DIALECTS
 from tests.endpoint.fake_server import FakeServer, answer_text
 from tests.endpoint.test_engine import assert_right, opened, prompt_of, request, short_waits, steps

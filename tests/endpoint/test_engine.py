@@ -13,7 +13,8 @@ from pipeline.endpoint import engine as module
 from pipeline.endpoint.body import chat_body, completion_body
 from pipeline.endpoint.engine import EndpointEngine
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
-from pipeline.engine.params import Completion, SamplingParams
+from pipeline.engine.completion import Completion
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError, EnvironmentFailed
 from tests.endpoint.fake_server import FakeServer, answer_text
 

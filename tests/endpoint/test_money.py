@@ -9,7 +9,8 @@ import pytest
 from pipeline.endpoint import engine as module
 from pipeline.endpoint.engine import EndpointEngine
 from pipeline.endpoint.meter import IMAGE_TOKENS, MESSAGE_TOKENS, Meter, Reservation, Usage
-from pipeline.engine.params import Completion, SamplingParams
+from pipeline.engine.completion import Completion
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import EngineUnusable
 from tests.endpoint.fake_server import FakeServer
 from tests.endpoint.test_engine import opened, request, short_waits, steps

@@ -7,7 +7,7 @@ from pipeline.endpoint.body import completion_body
 from pipeline.endpoint.errors import Reply
 from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 
 
 def _request(**options: object) -> EndpointRequest:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.endpoint.engine import EndpointEngine
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.errors import ConfigError, EngineUnusable
 from tests.endpoint.fake_server import CALL, FakeServer
 from tests.endpoint.test_engine import assert_right, compute, opened, prompt_of, request, short_waits, steps

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import Completion, Request
+from pipeline.engine.request import Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.kernels.reference import greedy, sample
 

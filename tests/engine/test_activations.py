@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.startup import memory
 from pipeline.engine.startup.memory import layer_bytes_on_gpu, weight_bytes
 from pipeline.kernels.cpu.linear.linear_int8 import has_vnni

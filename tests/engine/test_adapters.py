@@ -11,9 +11,9 @@ import torch
 
 from pipeline import Choice, Embed, Engine, EngineConfig, Request, SamplingParams, Score
 from pipeline.demo import demo_model
-from pipeline.engine.params import QualitySample
 from pipeline.engine.quality.reference_config import reference_config
 from pipeline.engine.quality.watch import QualityWatch, open_reference
+from pipeline.engine.request import QualitySample
 from pipeline.engine.tasks import ChoiceResult, ScoreResult, VectorResult
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.layer_loop import CompiledLayerLoop

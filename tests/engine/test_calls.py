@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens, StepInFlight
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from tests.engine.drafts.proposers import looking_up

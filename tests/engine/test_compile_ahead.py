@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import Resolved, resolve

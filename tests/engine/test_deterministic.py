@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pipeline import Engine, SamplingParams
-from pipeline.engine.params import Completion, SpeculationConfig
+from pipeline.engine.completion import Completion
+from pipeline.engine.speculation.config import SpeculationConfig
 from tests.engine.drafts.proposers import Recorded, draft_with
 from tests.engine.test_gpu_kernels import capture, watch_replays
 from tests.kernels.triton.problems import DEVICE, make_dots_ordered

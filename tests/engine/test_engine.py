@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
-from pipeline.engine.params import Completion, RepetitionDetectionParams
+from pipeline.engine.completion import Completion
+from pipeline.engine.sampling_params import RepetitionDetectionParams
 from pipeline.errors import ConfigError
 from tests.model_folders import Family, load_reference, make_family
 from tests.parity.harness import float32_engine, greedy, reference_logits

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline import Engine, SamplingParams
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.kernels.cache import FP8
 from tests.model_folders import Family, make_family
 from tests.parity.harness import float32_engine, greedy, our_logits

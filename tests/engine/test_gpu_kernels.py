@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.tasks import Embed, Score
 from pipeline.kernels.triton.attention import cascade_metadata

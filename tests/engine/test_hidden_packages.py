@@ -27,7 +27,8 @@ class Refusing:
 sys.meta_path.insert(0, Refusing())
 from pipeline.engine.engine import Engine
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import EnvironmentFailed
 from pipeline.kernels.triton import kernel_set
 

@@ -17,10 +17,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.forward import runner
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.forward.runner import ModelRunner
-from pipeline.engine.params import EngineConfig
 from pipeline.engine.sampling import on_device
 from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from pipeline.bench.roofline import find_card, model_size
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import _max_mixed_tokens
 from pipeline.engine.startup.memory import weight_layout

@@ -6,8 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.completion import Completion
+from pipeline.engine.request import Request
 from pipeline.engine.samples import sample_seed
+from pipeline.engine.sampling_params import SamplingParams
 from tests.engine.drafts.proposers import looking_up
 from tests.engine.drafts.random_rows import odd_requests
 from tests.engine.grammar.small_vocabulary import text_engine

@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.estimate.lengths import PromptSample, _shared, output_lengths
 from pipeline.job.preview.prompt_preview import sampled
 from tests.estimate.conftest import remembered

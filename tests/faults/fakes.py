@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.params import Completion, EngineConfig, Request
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.request import Request
 from pipeline.engine.stats import EngineStats
 from pipeline.job.actor.backends import OwnEngine
 

@@ -18,7 +18,8 @@ import pytest
 
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.demo import demo_model
-from pipeline.engine.params import Completion, EngineConfig
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.errors import ConfigError, OutputError
 from pipeline.generate import Saved, is_dataset, read_prompts
 from pipeline.job.actor.tokenize import failed_row

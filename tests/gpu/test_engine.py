@@ -20,11 +20,14 @@ import torch
 
 from pipeline.bench.shapes import bench_model
 from pipeline.demo import demo_model
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import DeviceContext, ModelRunner
-from pipeline.engine.params import Completion, EngineConfig, SamplingParams, SpeculationConfig
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
+from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
 from pipeline.kernels.activations.act_quant import with_act_quant

@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.parallel import group
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.startup import build
 from pipeline.errors import EnvironmentFailed
 from pipeline.kernels.ranks import ProcessRanks

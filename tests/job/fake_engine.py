@@ -22,7 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from pipeline import errors
-from pipeline.engine.params import Completion, EngineConfig, Request
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.request import Request
 from pipeline.engine.samples import ParentRequest, sample_seed
 from pipeline.engine.stats import EngineStats
 from pipeline.engine.tasks import (

@@ -12,8 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from pipeline.checkpoints.locate import model_kind
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig
 from pipeline.errors import EnvironmentFailed
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cache_root, cpu_kernel_folder, gpu_kernel_folder, hub_folder, write_problem

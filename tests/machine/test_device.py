@@ -5,7 +5,7 @@ import torch
 from torch._utils import _get_device_index
 
 from pipeline.doctor.check import Setup
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup import resolve as resolve_module
 from pipeline.engine.startup.batch_limits import CPU_LIMITS
 from pipeline.engine.startup.resolve import resolve

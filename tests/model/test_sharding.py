@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import quantized_on_load, resolve

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.resolve import quantized_on_load, resolve
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations.act_quant import ACT_QUANT_SCHEMES, rounds_all

@@ -17,7 +17,7 @@ import torch
 from pipeline.config import job_from_flags
 from pipeline.demo import demo_model
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.evaluate import Evaluation, ModelVariant, evaluate
 from pipeline.quantize import Recipe, quantize
 from pipeline.tokenization.tokenizer import Tokenizer

@@ -29,8 +29,8 @@ from pipeline.bench.engines.peer import Peer, PeerTask
 from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
 from pipeline.bench.request_sets import BenchRequest, Reports, workload
 from pipeline.bench.shapes import bench_model, dequantized, derived
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig
 from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.tokenization.tokenizer import Tokenizer

@@ -134,7 +134,7 @@ def eval_command(
     --dtype float32 isolates the loss of the weights; in bfloat16 sums round too. --activation-dtype fp8 works on any
     machine, slowly without hardware support, so you can measure its loss before you rent a GPU.
     """
-    from pipeline.engine.params import SamplingParams
+    from pipeline.engine.sampling_params import SamplingParams
     from pipeline.evaluate import ModelVariant, evaluate
     from pipeline.job.planning.resolved_job import sampling_params
 

@@ -7,7 +7,7 @@ from pydantic import Field, field_validator, model_validator
 from pipeline.config.sections.reasoning import Reasoning
 from pipeline.config.sections.structured import StructuredOrColumn
 from pipeline.config.values import IDENTITY, ConfigSection, FromColumn, PerRow, Switch, Texts, TokenIds
-from pipeline.engine.params import (
+from pipeline.engine.sampling_params import (
     MAX_PATTERN_SIZE,
     MAX_SAMPLES,
     OFF_AT_MINUS_1,

@@ -5,7 +5,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from pipeline.config.values import ConfigSection, ModelPath, false_is_off
-from pipeline.engine.params import MAX_SPECULATIVE_TOKENS, SpeculationConfig, SpeculationMethod, model_contradiction
+from pipeline.engine.speculation.config import (
+    MAX_SPECULATIVE_TOKENS,
+    SpeculationConfig,
+    SpeculationMethod,
+    model_contradiction,
+)
 
 BareMethod = Literal["auto", "off", "lookup", False]  # methods that need no other key
 

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.sequence import is_greedy
 
 MAX_ROW_TOKENS = 8192  # of a prompt and its completion

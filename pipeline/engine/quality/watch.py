@@ -27,10 +27,12 @@ import numpy as np
 import torch
 
 from pipeline.checkpoints.locate import locate_model
+from pipeline.engine.completion import Completion, RowQuality
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Completion, Request, RowQuality, SamplingParams
 from pipeline.engine.quality.divergence import Divergence, logits_in_pieces
 from pipeline.engine.quality.reference_config import MAX_ROW_TOKENS, ReferenceConfig, is_unconstrained_greedy
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.engine.startup.resolve import resolve
 from pipeline.engine.tasks import HiddenStates, StatesResult

@@ -5,9 +5,9 @@ from typing import Protocol
 
 import numpy as np
 
-from pipeline.engine.params import Request
 from pipeline.engine.reading.label_tree import LabelReader, LabelTree
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader, StatesReader
+from pipeline.engine.request import Request
 from pipeline.engine.schedule.sequence import RequestStream, Sequence, token_array
 from pipeline.engine.tasks import Choice, Classify, Embed, HiddenStates, Score
 from pipeline.errors import RowError

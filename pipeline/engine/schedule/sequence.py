@@ -17,11 +17,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.grammar.matcher import RowMatcher
-from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.reasoning.channels import ChannelReasoning
 from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
+from pipeline.engine.request import Request
 from pipeline.engine.samples import ParentRequest
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.block_pool import chain_hashes, chain_root
 from pipeline.engine.tasks import HiddenStates, TaskResult, TokenLogprobs
 from pipeline.errors import ConfigError, RowError

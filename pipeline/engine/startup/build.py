@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from pipeline.checkpoints.locate import locate_model
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import DeviceContext, ModelRunner, Runner
 from pipeline.engine.parallel.group import RankGroup
 from pipeline.engine.parallel.runner import ParallelRunner
-from pipeline.engine.params import EngineConfig, SpeculationConfig
+from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import cache_before_dense, kv_budget_bytes, return_freed_bytes, weight_bytes

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.drafts.spec_decoder import MAX_CHECKED_TOKENS
-from pipeline.engine.params import EngineConfig, SpeculationConfig
+from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import (
     OffloadPlan,

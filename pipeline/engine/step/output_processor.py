@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.engine.params import Completion, FinishReason
+from pipeline.engine.completion import Completion, FinishReason
 from pipeline.engine.reasoning.tracking import Decode, RowReasoning, TextReasoning, Thinking
 from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.verify import Verified

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.checkpoints.adapters import resolve_adapter
 from pipeline.checkpoints.locate import NO_CHECKPOINT, resolve_model, resolve_tokenizer
 from pipeline.endpoint.spec import EndpointConfig
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.job.actor.endpoint_rows import EndpointRows
 from pipeline.job.actor.tokenize import Tokenize

@@ -11,7 +11,8 @@ from typing import Any
 from pipeline.data.units import Unit
 from pipeline.endpoint.body import chat_body, completion_body, embedding_body
 from pipeline.endpoint.spec import EndpointRequest, Route
-from pipeline.engine.params import Completion, SamplingParams
+from pipeline.engine.completion import Completion
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import RowError
 from pipeline.job.actor.control_tokens import AuthorTexts, ControlTokenCounter
 from pipeline.job.actor.tasks import EmbedTask, JobTask

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
-from pipeline.engine.params import Completion, RowQuality
+from pipeline.engine.completion import Completion, RowQuality
 from pipeline.job.actor.tasks import of_plain, to_plain, token_logprobs
 
 FOLDER = "_pipeline/partial"

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.data.output.result_columns import LOGPROBS_FIELD
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.engine.tasks import (
     Choice,
     ChoiceResult,

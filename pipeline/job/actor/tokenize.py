@@ -13,8 +13,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from pipeline.data.units import Unit
+from pipeline.engine.completion import Completion
 from pipeline.engine.grammar.structured_outputs import of_response_format
-from pipeline.engine.params import Completion, QualitySample, Request, SamplingParams
+from pipeline.engine.request import QualitySample, Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError, RowError
 from pipeline.job.actor.control_tokens import AuthorTexts, ControlTokenCounter
 from pipeline.job.actor.tasks import JobTask, RowRefused

@@ -9,8 +9,11 @@ import pyarrow as pa
 from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.units import Unit
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
-from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.quality.reference_config import ReferenceConfig
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.job.actor.control_tokens import AuthorTexts
 from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Chat

@@ -17,8 +17,9 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
 from pipeline.endpoint.spec import EndpointRequest
+from pipeline.engine.completion import Completion
 from pipeline.engine.final_check import checked
-from pipeline.engine.params import Completion, Request
+from pipeline.engine.request import Request
 from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits

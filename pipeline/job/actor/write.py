@@ -12,7 +12,7 @@ from pipeline.data.output.parts import PartName, PartStore, StoredPart
 from pipeline.data.output.result_columns import ResultShape, output_schema, row_ids_of
 from pipeline.data.output.retried import RetriedRows
 from pipeline.data.units import Unit
-from pipeline.engine.params import Completion, RowQuality
+from pipeline.engine.completion import Completion, RowQuality
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
 from pipeline.job.actor.tasks import JobTask, plain_logprobs

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from pipeline.config import JobConfig
 from pipeline.endpoint.spec import EndpointConfig
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.batch_limits import max_default_seqs
 from pipeline.job.actor.work_spec import Backend, WorkSpec
 from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight

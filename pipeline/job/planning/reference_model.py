@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pipeline.config import JobConfig
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.quality.reference_config import (
     ReferenceConfig,
     approximates,

@@ -24,7 +24,8 @@ from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import WINDOW_BYTES
 from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
 from pipeline.endpoint.spec import EndpointConfig
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.tasks import JobTask

@@ -12,7 +12,7 @@ from random import Random
 
 from pipeline.data.source import InputWindow, Source, cut_windows, read_window
 from pipeline.data.units import Unit, UnitSpec, make_units
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import InputError, RowError
 from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of

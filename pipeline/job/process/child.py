@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
 from pipeline.endpoint.spec import EndpointConfig
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.job.process.messages import Crashed, Start, ToEngine
 from pipeline.job.telemetry.logs import RotatedLog

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from pipeline.engine.params import Completion, Request
+from pipeline.engine.completion import Completion
+from pipeline.engine.request import Request
 from pipeline.errors import EngineUnusable, EnvironmentFailed, PipelineError, RankLost
 from pipeline.job.process.messages import (
     Add,

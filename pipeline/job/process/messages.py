@@ -6,8 +6,10 @@ Times are microseconds of the machine's monotonic clock, which both processes sh
 from dataclasses import dataclass, field
 
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
-from pipeline.engine.params import Completion, EngineConfig, Request
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.quality.reference_config import ReferenceConfig
+from pipeline.engine.request import Request
 
 # To the engine's process
 

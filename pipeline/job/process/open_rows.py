@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.endpoint.spec import EndpointRequest
-from pipeline.engine.params import Completion, Request
+from pipeline.engine.completion import Completion
+from pipeline.engine.request import Request
 from pipeline.errors import EnvironmentFailed, RowError
 from pipeline.job.process.child import Ended
 

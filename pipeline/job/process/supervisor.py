@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
-from pipeline.engine.params import Completion, Request
+from pipeline.engine.completion import Completion
+from pipeline.engine.request import Request
 from pipeline.errors import EnvironmentFailed, PipelineError, error_named
 from pipeline.job.process.child import Child, ChildSpec, Ended
 from pipeline.job.process.messages import (

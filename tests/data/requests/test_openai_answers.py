@@ -7,7 +7,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 
 from pipeline.data.requests.openai_answers import Answered
-from pipeline.engine.params import FinishReason
+from pipeline.engine.completion import FinishReason
 from pipeline.errors import RowError
 
 ROW = {

@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Completion, Request
+from pipeline.engine.request import Request
 from tests.engine.hash_runner import hash_engine
 from tests.engine.schedule.test_scheduler import random_requests
 

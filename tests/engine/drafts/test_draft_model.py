@@ -15,8 +15,10 @@ from pipeline.engine.drafts.draft_model import NEAR, DraftModelProposer
 from pipeline.engine.drafts.policy import FixedDrafts, Proposal, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import Request, SamplingParams, SpeculationConfig
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
 from tests.engine.drafts.proposers import draft_with

@@ -6,7 +6,8 @@ import pytest
 from pipeline.engine.drafts.lookup.compiled_lookup import MAX_MATCH, MIN_MATCH, new_table
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import Proposal
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.sequence import Sequence, SlotTable
 
 NONE = np.array([], dtype=np.int64)

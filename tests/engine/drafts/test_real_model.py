@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.params import EngineConfig, SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
 from pipeline.kernels.cpu.layer_loop import CompiledLayerLoop
 from tests.engine.drafts.proposers import Recorded, draft_with

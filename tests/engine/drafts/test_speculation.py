@@ -5,9 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.block_pool import ROOT, chain_hashes
 from pipeline.engine.stats import EngineStats
 from tests.engine.drafts.proposers import Certain, Recorded, draft_with

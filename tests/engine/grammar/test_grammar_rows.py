@@ -11,10 +11,12 @@ import jsonschema
 import numpy as np
 import pytest
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.engine import Engine
 from pipeline.engine.grammar.matcher import RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import EnvironmentFailed
 from tests.engine.drafts.proposers import draft_with, looking_up

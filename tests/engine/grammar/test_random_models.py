@@ -9,8 +9,10 @@ import jsonschema
 import numpy as np
 import pytest
 
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from tests.engine.grammar.test_grammar_rows import PARAMS, random_schema
 from tests.model_folders import FAMILIES, Family, small_config, write_checkpoint
 

@@ -10,7 +10,7 @@ from pipeline.engine.grammar import compiler as compiler_module
 from pipeline.engine.grammar.compiler import GrammarCompiler, check_grammar
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs, of_response_format
 from pipeline.engine.grammar.validity import invalid_reason
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
 from tests.engine.grammar.small_vocabulary import small_tokenizer
 from tests.engine.hash_runner import VOCAB

@@ -13,9 +13,10 @@ import psutil
 import pytest
 
 from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.engine.completion import Completion
 from pipeline.engine.parallel import group
 from pipeline.engine.parallel.runner import ParallelRunner
-from pipeline.engine.params import Completion, SpeculationConfig
+from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.model.decoder import DecoderLayer
 from tests.engine.parallel import failing_rank, failing_start

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline import Engine, EngineConfig, Request, SamplingParams
-from pipeline.engine.params import Completion, QualitySample, RowQuality, SpeculationConfig
+from pipeline.engine.completion import Completion, RowQuality
 from pipeline.engine.quality.reference_config import approximates, reference_config
 from pipeline.engine.quality.watch import QualityWatch, open_reference
+from pipeline.engine.request import QualitySample
+from pipeline.engine.speculation.config import SpeculationConfig
 from tests.engine.hash_runner import expected_tokens, hash_engine
 from tests.model_folders import FAMILIES, load_reference, small_config, write_checkpoint
 from tests.parity.harness import reference_logits

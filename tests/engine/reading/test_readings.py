@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from pipeline import Engine, Request, SamplingParams
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.engine.reading.label_tree import LabelTree
 from pipeline.engine.reading.step_reading import token_logprobs
 from pipeline.engine.tasks import Choice, Classify, Embed, Score

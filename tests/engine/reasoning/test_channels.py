@@ -12,12 +12,14 @@ import tokenizers
 import torch
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import Completion, Request, SamplingParams
 from pipeline.engine.reasoning.channels import ChannelReasoning
 from pipeline.engine.reasoning.markers import CHANNELS, ChannelTokens, find_markers, marker_tokens
 from pipeline.engine.reasoning.tracking import Thinking
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.output_processor import split_reasoning
 from pipeline.errors import ConfigError

@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.engine.reasoning.markers import MarkerTokens, ReasoningMarkers, find_markers, marker_tokens
 from pipeline.engine.reasoning.tracking import RowReasoning, TextReasoning
 from pipeline.engine.step.output_processor import split_reasoning

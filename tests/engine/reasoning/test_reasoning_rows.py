@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
 from tests.engine.drafts.proposers import looking_up
 from tests.engine.drafts.random_rows import same

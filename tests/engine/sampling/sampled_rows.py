@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import sample_on_device
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, sampling_options
 from pipeline.kernels import reference
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling import random_numbers
 from pipeline.engine.sampling import top_p as weights
 from pipeline.engine.sampling.on_host import distribution, sample
 from pipeline.engine.sampling.random_numbers import uniforms
+from pipeline.engine.sampling_params import SamplingParams
 from tests.engine.sampling.sampled_rows import (
     LOGITS,
     OPTIONS,

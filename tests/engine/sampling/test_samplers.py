@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling import on_host
 from pipeline.engine.sampling.on_host import distribution, greedy, sample
 from pipeline.engine.sampling.penalties import FutureIds, adjusted
 from pipeline.engine.sampling.rejection import ProposalDistribution
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN
 from tests.engine.sampling.sampled_rows import LOGITS, OPTIONS, batch_of, mixed_rows, on_device, rows_of
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.engine.params import SamplingParams
 from pipeline.engine.sampling import random_numbers as draws
 from pipeline.engine.sampling import rejection
 from pipeline.engine.sampling import top_p as weights
@@ -21,6 +20,7 @@ from pipeline.engine.sampling.on_host import distribution, sample
 from pipeline.engine.sampling.random_numbers import DRAFT, draw, uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution
 from pipeline.engine.sampling.verify import verify
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling_options
 from tests.engine.sampling import sampled_rows
 from tests.engine.sampling.sampled_rows import p_value

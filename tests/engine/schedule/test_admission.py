@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.admission import Admission, BlockDemand
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import Scheduler

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import pytest
 
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.pacing import ENDED_SHARE, MAX_STEPS, AdmissionPacing
 from tests.engine.hash_runner import VOCAB, check_tokens, hash_engine
 from tests.engine.schedule.test_admission import Job

@@ -5,7 +5,9 @@ import time
 import numpy as np
 import pytest
 
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.completion import Completion
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepTokens
 from pipeline.engine.stats import EngineStats
 from tests.engine.hash_runner import VOCAB, check_tokens, expected_tokens, hash_engine, tight_engine

@@ -5,7 +5,8 @@ import pytest
 
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import AcceptanceCounts, StepFacts
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 from pipeline.engine.speculation.row_lengths import RowLengths
 from tests.engine.drafts.proposers import draft_with

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, max_default_seqs
 from pipeline.engine.startup.resolve import Resolved, resolve
 from pipeline.estimate.cards import CardServing, limits_on

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipeline.demo import demo_model
-from pipeline.engine.params import EngineConfig, SpeculationConfig
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.engine.startup import build, loaded
 from pipeline.engine.startup import resolve as resolving
 from pipeline.engine.startup.memory import SLACK_BYTES, cache_before_dense, weight_bytes

@@ -13,7 +13,7 @@ from pipeline import SamplingParams
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.forward.runner import DeviceContext
-from pipeline.engine.params import Request
+from pipeline.engine.request import Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup import build
 from pipeline.engine.startup.loaded import LoadedModel

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipeline.demo import demo_model
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup import resolve as resolving
 from pipeline.engine.startup.memory import weight_bytes
 from pipeline.errors import ConfigError

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import Completion, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same
 from tests.engine.hash_runner import EOS, before_each_step, check_tokens, expected_tokens, hash_engine, watched

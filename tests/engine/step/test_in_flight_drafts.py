@@ -12,8 +12,9 @@ from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import FixedDrafts, Proposal, StepFacts
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
 from pipeline.engine.sampling.on_device import PendingOutput
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN
 from pipeline.engine.schedule.step_plan import StepInput
 from tests.engine.drafts.proposers import draft_with

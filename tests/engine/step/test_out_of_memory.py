@@ -9,7 +9,8 @@ import torch
 
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.params import Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.scheduler import RECOVERY_STEPS
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.step.out_of_memory import MAX_SUSPECTS

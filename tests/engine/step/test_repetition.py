@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.params import RepetitionDetectionParams, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import RepetitionDetectionParams, SamplingParams
 from tests.engine.drafts.proposers import Recorded, draft_with
 from tests.engine.drafts.test_draft_model import Fitful
 from tests.engine.hash_runner import EOS, expected_tokens, hash_engine

@@ -13,8 +13,11 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
+from pipeline.engine.completion import Completion
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.engine.params import Completion, EngineConfig, Request, SamplingParams
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import PipelineError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row_seed

@@ -11,7 +11,9 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from pipeline.engine.params import EngineConfig, Request, SamplingParams
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import EngineUnusable, EnvironmentFailed
 from pipeline.job.process.child import ChildSpec, Ended
 from pipeline.job.process.messages import Ready, Start

@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import FingerprintError
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.run import run_job

@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from pipeline.engine.params import Completion, QualitySample, Request, RowQuality, SamplingParams
+from pipeline.engine.completion import Completion, RowQuality
+from pipeline.engine.request import QualitySample, Request
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError, InputError, ModelError
 from pipeline.job.actor.backends import OwnEngine
 from pipeline.job.actor.tokenize import is_sampled

@@ -11,7 +11,7 @@ from pipeline.config.jobfile import JobFileError
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import window_units
 from pipeline.engine.engine import Engine
-from pipeline.engine.params import Request
+from pipeline.engine.request import Request
 from pipeline.engine.samples import sample_seed
 from pipeline.errors import ConfigError, FingerprintError
 from pipeline.job.actor.tokenize import row_seed

@@ -15,7 +15,7 @@ from pipeline.cli.sample import _shown
 from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import make_units
-from pipeline.engine.params import Completion
+from pipeline.engine.completion import Completion
 from pipeline.engine.tasks import Choice, Classify, Embed, Score, VectorResult
 from pipeline.errors import ConfigError, FingerprintError, OutputError
 from pipeline.estimate.job_estimate import estimate_job

@@ -17,7 +17,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from pipeline.engine.params import EngineConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup import loaded
 from pipeline.engine.startup.build import captured_shapes
 from pipeline.engine.startup.resolve import Resolved, resolve
