@@ -16,7 +16,6 @@ NAMES = {
     "prefix_sharing": "Prefix sharing",
     "speculation": "Speculative decoding",
     "continuous_batching": "Continuous batching",
-    "quantization": "Quantization",
 }
 
 

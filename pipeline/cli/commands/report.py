@@ -31,10 +31,6 @@ if TYPE_CHECKING:
               "kept from the input.")  # fmt: skip
 @click.option("--top", type=click.IntRange(min=1), default=20, show_default=True, metavar="N",
               help="With --by: number of values to show, the most expensive first.")  # fmt: skip
-@click.option("--what-if", "changes", metavar="KEY=VALUE", multiple=True,
-              help="Estimate the run with another hardware (a card of pipeline/roofline/hardware.yaml), actors, "
-              "quantization (awq, none, fp8) or price (US dollars per hour of an engine's machine). May be "
-              "repeated.")  # fmt: skip
 @click.option("--hosted", metavar="USD,USD",
               help="Compare with a hosted service, at its prices of 1M prompt and 1M generated tokens: "
               "0.15,0.60.")  # fmt: skip
@@ -50,7 +46,6 @@ def report(
     page: str | None,
     column: str | None,
     top: int,
-    changes: tuple[str, ...],
     hosted: str | None,
     rows_per_month: float | None,
     effort_usd: float,
@@ -64,34 +59,29 @@ def report(
       pipeline report my.yaml --json
       pipeline report out/summarize --html report.html
       pipeline report out/summarize --by source_file
-      pipeline report out/summarize --what-if hardware=h100,actors=4
       pipeline report out/summarize --hosted 0.15,0.60
       pipeline report out/before out/after --rows-per-month 50e6 --effort-usd 4000
 
     If you ran `pipeline plan` first, the report shows its estimate next to the actual figures. Each figure is marked as
     measured or modelled.
     """
-    from pipeline.estimate.what_if import with_quantization
     from pipeline.job.output.read_output import damage_of, divided_by, open_output, report_of
     from pipeline.report.render import text
 
     if len(targets) > 2:
         raise ConfigError(f"{targets[2]}: expected one output, or two to compare")
     if len(targets) == 2:
-        if page or changes or hosted or column:
-            raise ConfigError("--html, --by, --what-if and --hosted: expected one output, got two")
+        if page or hosted or column:
+            raise ConfigError("--html, --by and --hosted: expected one output, got two")
         return _compare(targets[0], targets[1], vars, rows_per_month, effort_usd, as_json)
     if rows_per_month is not None or effort_usd:
         raise ConfigError("--rows-per-month, --effort-usd: expected two outputs, before and after a change")
     store = open_output(next(iter(targets)), vars)
     run = report_of(store)
-    if changes:
-        return _what_if(run, changes, as_json)
     if column is not None:
         return print_tables(divided_by(store, run, column, top), as_json)
     if hosted is not None:
         return _hosted(run, hosted, as_json)
-    run = with_quantization(run)
     doubt = damage_of(store) if run.outcome == "finished" else None
     if page is not None:
         _write_page(run, page)
@@ -111,13 +101,6 @@ def _compare(
 
     first, second = (report_of(open_output(target, vars)) for target in (before, after))
     print_tables(compare_reports((before, after), first, second, rows_per_month, effort_usd), as_json)
-
-
-def _what_if(run: "RunReport", changes: tuple[str, ...], as_json: bool) -> None:
-    from pipeline.estimate.prices import load_prices
-    from pipeline.estimate.what_if import parse_changes, what_if
-
-    print_tables(what_if(run, parse_changes(changes), load_prices()), as_json)
 
 
 def _hosted(run: "RunReport", prices: str, as_json: bool) -> None:
