@@ -14,9 +14,9 @@ import numpy as np
 from pipeline.data.source import InputWindow, Source
 from pipeline.data.units import MAX_BUDGET, window_units
 from pipeline.engine.request import Request
+from pipeline.job.actor.resolved_job import ResolvedJob
 from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.planning.history import Remembered
-from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.job.preview.prompt_preview import sampled
 from pipeline.report.estimate import Interval
 from pipeline.report.record.row_stats import Histogram, RowStats, length_bucket

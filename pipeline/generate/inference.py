@@ -19,10 +19,9 @@ from pipeline.errors import ConfigError
 from pipeline.formatting import Remaining
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.prompts import Prompts
-from pipeline.job.actor.endpoint_rows import EndpointRows
+from pipeline.job.actor.resolved_job import ResolvedJob
 from pipeline.job.actor.work_spec import RowReader
 from pipeline.job.planning.resolution import resolve_rows
-from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.machine.host import wall_time
 from pipeline.stores.redaction import shown_url
 
@@ -127,7 +126,7 @@ def _opened(job: ResolvedJob, now: datetime, log: Log) -> Iterator[tuple[RowRead
         from pipeline.endpoint.engine import EndpointEngine
 
         with closing(EndpointEngine(config, log)) as server:
-            read = EndpointRows(config.route, None, job.params, job.config.seed, job.chat(now), job.task, job.author)
+            read = job.endpoint_rows(config.route, None, now)
             yield read, server.stream
         return
     from pipeline.engine.engine import Engine

@@ -17,7 +17,7 @@ from pipeline.engine.config import EngineConfig
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.errors import ConfigError
-from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
+from pipeline.job.actor.resolved_job import sampling_columns, sampling_params
 from pipeline.stores.filesystem import storage_for
 from tests.job.conftest import units_as_written
 

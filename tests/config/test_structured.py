@@ -10,7 +10,7 @@ import yaml
 from pipeline.config import JobConfig, JobFileError, load_job
 from pipeline.config.identity import identity_of
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
-from pipeline.job.planning.resolved_job import sampling_columns, sampling_params
+from pipeline.job.actor.resolved_job import sampling_columns, sampling_params
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
 

@@ -15,9 +15,9 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.units import UnitSpec
 from pipeline.errors import Interrupted
 from pipeline.job.actor.backends import OwnEngine
+from pipeline.job.actor.resolved_job import prompt_spec, sampling_params, unit_spec
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import FlowSpec
-from pipeline.job.planning.resolved_job import prompt_spec, sampling_params, unit_spec
 from pipeline.job.running.run import run_job
 from tests.job.fake_engine import answer, text_of
 

@@ -136,7 +136,7 @@ def eval_command(
     """
     from pipeline.engine.sampling_params import SamplingParams
     from pipeline.evaluate import ModelVariant, evaluate
-    from pipeline.job.planning.resolved_job import sampling_params
+    from pipeline.job.actor.resolved_job import sampling_params
 
     first = models[0] if models else against
     if first is None and texts.job is None:

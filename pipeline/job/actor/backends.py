@@ -10,8 +10,6 @@ from pipeline.checkpoints.locate import NO_CHECKPOINT, resolve_model, resolve_to
 from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.quality.reference_config import ReferenceConfig
-from pipeline.job.actor.endpoint_rows import EndpointRows
-from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.actor.work_spec import Backend, RowReader, WorkSpec
 from pipeline.job.process.child import ChildSpec
 from pipeline.job.process.main import load_factory
@@ -30,14 +28,15 @@ class OwnEngine:
     tokenizer: str = TOKENIZER
 
     def open(self, spec: WorkSpec, retries: RetryCounts) -> tuple[ChildSpec, Callable[[], RowReader]]:
-        config, reference = _configs_here(spec, retries)
+        (config, reference), job = _configs_here(spec, retries), spec.job
         # Ray sets OMP_NUM_THREADS to its own count of cores; set the engine's instead.
         threads = {f"{library}_NUM_THREADS": str(config.num_threads) for library in ("OMP", "MKL", "NUMBA")}
-        child = ChildSpec(self.engine, config, spec.step_timeout_s, spec.load_timeout_s, threads, reference)
+        run = job.config.run
+        child = ChildSpec(self.engine, config, run.step_timeout_s, run.load_timeout_s, threads, reference)
 
         def reader() -> RowReader:
-            tokenizer = load_factory(self.tokenizer)(config.model, spec.chat_template)
-            return Tokenize(tokenizer, spec.params, spec.seed, spec.chat, spec.quality_sample, spec.task, spec.author)
+            tokenizer = load_factory(self.tokenizer)(config.model, job.chat_template)
+            return job.tokenize(tokenizer, spec.date, quality_sample=job.config.quality.sample)
 
         return child, reader
 
@@ -56,16 +55,16 @@ class EndpointBackend:
     def open(self, spec: WorkSpec, retries: RetryCounts) -> tuple[ChildSpec, Callable[[], RowReader]]:
         assert isinstance(spec.engine, EndpointConfig)
         config = replace(spec.engine, expected_model=self.model, expected_version=self.version)
+        job, run = spec.job, spec.job.config.run
         # Until the server is ready, `start_timeout` of the backend decides.
-        load_timeout_s = max(spec.load_timeout_s, 2 * config.start_timeout_s)
-        child = ChildSpec(self.engine, config, spec.step_timeout_s, load_timeout_s)
+        child = ChildSpec(self.engine, config, run.step_timeout_s, max(run.load_timeout_s, 2 * config.start_timeout_s))
 
         def reader() -> RowReader:
-            tokenizer = None
-            if spec.model != NO_CHECKPOINT:
-                folder = resolve_tokenizer(spec.model, spec.storage, retries, spec.revision)
-                tokenizer = load_factory(TOKENIZER)(str(folder), spec.chat_template)
-            return EndpointRows(config.route, tokenizer, spec.params, spec.seed, spec.chat, spec.task, spec.author)
+            tokenizer, model = None, job.config.model
+            if model.path != NO_CHECKPOINT:
+                folder = resolve_tokenizer(model.path, job.config.storage_options, retries, model.revision)
+                tokenizer = load_factory(TOKENIZER)(str(folder), job.chat_template)
+            return job.endpoint_rows(config.route, tokenizer, spec.date)
 
         return child, reader
 
@@ -81,28 +80,28 @@ def backend_of(config: EngineConfig | EndpointConfig) -> Backend:
 def _configs_here(spec: WorkSpec, retries: RetryCounts) -> tuple[EngineConfig, ReferenceConfig | None]:
     """Return the engine's and the reference's config with the folders of their models on this machine. Missing models
     are downloaded."""
+    job, storage = spec.job.config, spec.job.config.storage_options
 
-    def folder(found: str, path: str, key: str, revision: str | None = None) -> str:
-        if Path(found).is_dir():
+    def folder(found: str, path: str | None, key: str, revision: str | None = None) -> str:
+        if path is None or Path(found).is_dir():
             return found
-        return str(resolve_model(path, spec.storage, None, retries, key, revision))
+        return str(resolve_model(path, storage, None, retries, key, revision))
 
-    config, reference, draft = spec.engine, spec.reference, None
+    config, reference = spec.engine, spec.reference
     assert isinstance(config, EngineConfig)
-    model = folder(config.model, spec.model, "model.path", spec.revision)
+    model = folder(config.model, job.model.path, "model.path", job.model.revision)
     speculation = config.speculation_config
-    if speculation.model is not None and spec.draft is not None:
-        draft = folder(speculation.model, spec.draft, "speculation.model")
+    if speculation.model is not None:
+        draft = folder(speculation.model, job.speculation.model, "speculation.model")
+        speculation = replace(speculation, model=draft)
     adapters = {
         name: path
         if Path(path).is_dir()
-        else str(resolve_adapter(spec.adapters[name], spec.storage, f"model.adapters.{name}", retries=retries))
+        else str(resolve_adapter(job.model.adapters[name], storage, f"model.adapters.{name}", retries=retries))
         for name, path in config.adapters.items()
     }
     if reference is not None:
-        found = model
-        if spec.reference_model is not None:
-            found = folder(reference.engine.model, spec.reference_model, "quality.model")
-        reference = replace(reference, engine=replace(reference.engine, model=found, adapters=adapters))
-    speculation = replace(speculation, model=draft)
+        own = reference.engine.model if job.quality.model is not None else model
+        engine = replace(reference.engine, model=folder(own, job.quality.model, "quality.model"), adapters=adapters)
+        reference = replace(reference, engine=engine)
     return replace(config, model=model, speculation=speculation, adapters=adapters), reference

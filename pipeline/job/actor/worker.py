@@ -24,7 +24,7 @@ from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.work_spec import WorkSpec
-from pipeline.job.actor.write import Write, row_stats
+from pipeline.job.actor.write import PartWriter, row_stats
 from pipeline.job.process.supervisor import Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import LogFolder, engine_log
@@ -42,7 +42,9 @@ class Worker:
         self._record = ActorRecord(actor)  # results of units; `state` adds the supervisor's values
         self._num_reports = 0
         self._retries = RetryCounts()  # this actor's retried storage requests
-        store = self._store = PartStore(spec.output, storage_for(spec.output, spec.storage), self._retries)
+        config = spec.job.config
+        storage = storage_for(spec.output, config.storage_options)
+        store = self._store = PartStore(spec.output, storage, self._retries)
         launch, make_reader = spec.backend.open(spec, self._retries)
         logs = self._logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)
@@ -51,15 +53,15 @@ class Worker:
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint, self.note)
-        self._write = Write(
+        self._write = PartWriter(
             store,
             fingerprint=spec.fingerprint,
-            rename=spec.rename,
-            results=spec.results,
+            rename=config.output.rename,
+            results=spec.job.results,
             metadata=spec.metadata,
             kept_types=spec.kept_types,
             limits=spec.retried_limits,
-            task=spec.task,
+            task=spec.job.task,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

@@ -38,7 +38,7 @@ SAMPLES = "_pipeline/samples"
 T = TypeVar("T")
 
 
-class Write:
+class PartWriter:
     """Writer of parts. Thread-safe."""
 
     def __init__(

@@ -69,7 +69,6 @@ class FlowSpec:
 
     source: Source = field(repr=False)
     tasks: tuple[WindowTask, ...] = field(repr=False)
-    units: UnitSpec
     work: WorkSpec = field(repr=False)
     actors: int
     cpus: float
@@ -86,9 +85,9 @@ class FlowSpec:
         """Settings of the read tasks."""
         return ReadSpec(
             source=self.source,
-            units=self.units,
+            units=self.work.job.units,
             output=self.work.output,
-            storage=storage_for(self.work.output, self.work.storage),
+            storage=storage_for(self.work.output, self.work.job.config.storage_options),
             fingerprint=self.work.fingerprint,
             retry_failed=self.work.retry_failed,
         )

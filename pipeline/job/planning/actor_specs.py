@@ -41,35 +41,20 @@ def flow_spec(
         prices = config.cost.token_prices
         engine = replace(engine, prices=prices, has_budget=bool(prices) and config.cost.budget_usd is not None)
     work = WorkSpec(
+        job=job,
         backend=backend,
-        model=config.model.path,
-        revision=config.model.revision,
-        draft=config.speculation.model,
-        adapters=config.model.used_adapters,
         engine=engine,
         reference=reference_of(job, engine) if isinstance(engine, EngineConfig) else None,
-        reference_model=config.quality.model,
-        quality_sample=config.quality.sample,
-        step_timeout_s=run.step_timeout_s,
-        load_timeout_s=run.load_timeout_s,
-        params=job.params,
-        seed=config.seed,
-        results=job.results,
-        chat=job.chat(plan.fingerprint.date),
-        author=job.author,
-        chat_template=job.chat_template,
         output=config.output.path if is_url(config.output.path) else os.path.abspath(config.output.path),
-        storage=config.storage_options,
-        rename=dict(config.output.rename),
-        kept_types=plan.kept_types,
-        metadata=provenance(plan),
         fingerprint=plan.fingerprint.short,
+        date=plan.fingerprint.date,
         run_id=run_id,
         log_level=log_level,
+        metadata=provenance(plan),
+        kept_types=plan.kept_types,
         sample=any(task.sample is not None for task in tasks),
         retry_failed=retry_failed,
         retried_limits=plan.retried_limits,
-        task=job.task,
     )
     spot, units = Spot(run.spot_notice, run.drain_timeout), job.units
     if isinstance(engine, EngineConfig):
@@ -81,7 +66,6 @@ def flow_spec(
     return FlowSpec(
         source=plan.source,
         tasks=tasks,
-        units=job.units,
         work=work,
         actors=max_size,
         cpus=cpus,

@@ -15,11 +15,11 @@ from pipeline.checkpoints.digest import model_digest
 from pipeline.config import JobConfig
 from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.data.source import WINDOW_BYTES, InputWindow, Source, cut_windows
+from pipeline.job.actor.resolved_job import ResolvedJob
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import Fingerprint, fingerprint
 from pipeline.job.planning.resolution import Log, Resolution, resolve_job, silent
-from pipeline.job.planning.resolved_job import ResolvedJob
 from pipeline.stores.retries import RetryCounts
 
 

@@ -11,7 +11,7 @@ from pipeline.engine.quality.reference_config import (
     reference_config,
 )
 from pipeline.errors import ConfigError, ModelError
-from pipeline.job.planning.resolved_job import ResolvedJob
+from pipeline.job.actor.resolved_job import ResolvedJob
 from pipeline.stores.redaction import shown_url
 
 KEY = "quality.model"

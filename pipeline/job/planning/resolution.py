@@ -29,6 +29,14 @@ from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import open_source
 from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError, ModelError, PipelineError
+from pipeline.job.actor.resolved_job import (
+    ResolvedJob,
+    prompt_spec,
+    result_shape,
+    sampling_columns,
+    sampling_params,
+    unit_spec,
+)
 from pipeline.job.actor.task_of_job import classify_task, embed_task, plain_task
 from pipeline.job.actor.tasks import EmbedTask, JobTask
 from pipeline.job.planning.appended import Batches
@@ -44,14 +52,6 @@ from pipeline.job.planning.checkpoint_values import (
 )
 from pipeline.job.planning.reference_model import KEY as REFERENCE
 from pipeline.job.planning.reference_model import check_own, check_same_tokens
-from pipeline.job.planning.resolved_job import (
-    ResolvedJob,
-    prompt_spec,
-    result_shape,
-    sampling_columns,
-    sampling_params,
-    unit_spec,
-)
 from pipeline.stores.filesystem import filesystem, is_url, storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts

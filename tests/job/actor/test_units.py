@@ -14,16 +14,16 @@ from pipeline.data.output.result_columns import ResultShape
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.units import Unit, UnitSpec, make_units
 from pipeline.engine.completion import Completion
-from pipeline.engine.config import EngineConfig
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import PipelineError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of, failed_row, row_seed
-from pipeline.job.actor.work_spec import WorkSpec
 from pipeline.job.actor.worker import Worker
-from pipeline.job.actor.write import Write, row_stats
+from pipeline.job.actor.write import PartWriter, row_stats
+from pipeline.job.planning.actor_specs import flow_spec
+from pipeline.job.planning.plan import make_plan
 from pipeline.job.process import supervisor
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import now_us
@@ -52,10 +52,10 @@ def tokenizing(tokenizer: FakeTokenizer | None = None, params=SamplingParams(), 
     return Tokenize(tokenizer or FakeTokenizer(), params, 0, options.pop("chat", None), **options)
 
 
-def write(tmp_path, results=ResultShape()) -> Write:  # noqa: B008
+def write(tmp_path, results=ResultShape()) -> PartWriter:  # noqa: B008
     store = PartStore(str(tmp_path / "out"))
     store.folder.probe()
-    return Write(store, fingerprint="0123abcd", rename={"reasoning": "r"}, results=results, metadata={})
+    return PartWriter(store, fingerprint="0123abcd", rename={"reasoning": "r"}, results=results, metadata={})
 
 
 def test_reasoning_has_columns_of_its_own_a_text_for_each_sample(tmp_path):
@@ -309,10 +309,8 @@ def test_a_missing_or_doubled_completion_is_never_written(tmp_path):
 
 def test_a_unit_whose_part_exists_is_found_and_not_computed(job):
     PartStore(str(job.output)).folder.probe()
-    model = str(job.folder / "model")
-    params = SamplingParams(max_tokens=6)
-    spec = WorkSpec(FAKES, model, EngineConfig(model, num_threads=1), params, str(job.output), "0123abcd", "0001-run")
-    worker = Worker(spec, 0, now_us())
+    plan = make_plan(job.rows(["any"]).config(), "cpu")
+    worker = Worker(flow_spec(plan, (), FAKES, "0001-run").work, 0, now_us())
     try:
         unit = unit_of({"p": [f"row {i}" for i in range(5)]}).to_bytes()
         first = worker.process(unit)

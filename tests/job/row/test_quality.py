@@ -124,14 +124,14 @@ def test_the_engines_get_a_reference_that_approximates_nothing(job):
     spec = flow_spec(make_plan(config, "cpu"), (), OwnEngine(), "0001").work
     assert spec.reference is not None
     assert (spec.reference.engine.model, spec.reference.engine.quantization) == (spec.engine.model, "none")
-    assert (spec.reference.generates, spec.quality_sample) == (False, SHARE)
+    assert (spec.reference.generates, spec.job.config.quality.sample) == (False, SHARE)
     columns = ({"temperature": {"column": "id"}}, {"structured_outputs": {"regex": {"column": "text"}}})
     for sampling in ({"temperature": 0.5}, {"structured_outputs": {"regex": "[a-f]+"}}, *columns):
         work = flow_spec(make_plan(watched(job, sampling=sampling), "cpu"), (), OwnEngine(), "0001").work
         assert work.reference is not None
         assert work.reference.generates
     off = flow_spec(make_plan(watched(job, quality={"sample": 0}), "cpu"), (), OwnEngine(), "0001").work
-    assert (off.reference, off.quality_sample) == (None, 0)
+    assert (off.reference, off.job.config.quality.sample) == (None, 0)
 
 
 def test_it_is_no_part_of_the_jobs_identity(job):

@@ -1,6 +1,6 @@
 """A job with all values filled in: those that its model, its input's columns and its lines determine.
 
-Only `resolution.py` creates it; `run`, `plan` and `generate` read it.
+Only `planning/resolution.py` creates it; `run`, `plan`, `generate` and the actors of a run read it.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,12 @@ from pipeline.data.row_adapters import RowAdapters
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import WINDOW_BYTES
 from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
-from pipeline.endpoint.spec import EndpointConfig
+from pipeline.endpoint.spec import EndpointConfig, Route
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
+from pipeline.job.actor.endpoint_rows import EndpointRows
 from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Chat, RowTokenizer, Tokenize, chat_of
 
@@ -97,10 +98,16 @@ class ResolvedJob:
             dimensions=self.task_section.dimensions or 0,
         )
 
-    def tokenize(self, tokenizer: RowTokenizer, now: datetime | None) -> Tokenize:
-        """Return the function that turns a unit's rows into requests. now: see `chat`."""
-        chat, author = self.chat(now), self.author
-        return Tokenize(tokenizer, self.params, self.config.seed, chat, task=self.task, author=author)
+    def tokenize(self, tokenizer: RowTokenizer, now: datetime | None, *, quality_sample: float = 0.0) -> Tokenize:
+        """Return the function that turns a unit's rows into requests of our own engine. now: see `chat`.
+        quality_sample: share of rows to compare with the reference model."""
+        chat, config = self.chat(now), self.config
+        return Tokenize(tokenizer, self.params, config.seed, chat, quality_sample, self.task, self.author)
+
+    def endpoint_rows(self, route: Route, tokenizer: RowTokenizer | None, now: datetime | None) -> EndpointRows:
+        """Return the function that turns a unit's rows into requests to a server. tokenizer: counts prompt tokens, if
+        the model is on this machine. now: see `chat`."""
+        return EndpointRows(route, tokenizer, self.params, self.config.seed, self.chat(now), self.task, self.author)
 
 
 def sampling_params(sampling: SamplingSection) -> SamplingParams:
