@@ -19,7 +19,7 @@ from pipeline.doctor.check import Check, Setup
 from pipeline.errors import ModelError, OutputError, PipelineError
 from pipeline.formatting import counted, shown_bytes
 from pipeline.job.planning.checkpoint_values import MODEL_FILES
-from pipeline.job.planning.resolution import missing_from_store
+from pipeline.job.planning.locate import missing_from_store
 from pipeline.job.preview.validation import validate_job
 from pipeline.machine.caches import hub_folder
 from pipeline.stores.filesystem import filesystem, local_path, storage_for

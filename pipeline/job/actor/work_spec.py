@@ -1,4 +1,4 @@
-"""What an actor needs to know, and the seam to what computes its rows. Picklable, without Ray."""
+"""Settings that an actor needs, and the seam to what computes its rows. Picklable, without Ray."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -19,7 +19,8 @@ from pipeline.job.actor.resolved_job import ResolvedJob
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import Fingerprint, fingerprint
-from pipeline.job.planning.resolution import Log, Resolution, resolve_job, silent
+from pipeline.job.planning.locate import Log
+from pipeline.job.planning.resolution import Resolution, resolve_job, silent
 from pipeline.stores.retries import RetryCounts
 
 

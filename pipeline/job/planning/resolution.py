@@ -4,31 +4,34 @@
 needs the result of a failed one, or a checkpoint that is not on this machine while downloads are off.
 """
 
-import posixpath
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import pyarrow as pa
 
-from pipeline.checkpoints.adapters import ADAPTER_FILES, adapter_here, resolve_adapter
 from pipeline.checkpoints.chat_template import ADVICE, has_template, read_template
-from pipeline.checkpoints.locate import checkpoint_problem, folder_here, model_kind, resolve_model
+from pipeline.checkpoints.locate import model_kind
 from pipeline.config import FromColumn, JobConfig
 from pipeline.config.contradictions import contradiction_of_lines
 from pipeline.config.requests import prompt_of, sampling_of
+from pipeline.config.sections.prompt import PromptSection
+from pipeline.config.sections.sampling import SamplingSection
+from pipeline.config.sections.task import TaskSection
 from pipeline.data.columns import is_list, is_text
 from pipeline.data.files.listing import would_find
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import output_schema
+from pipeline.data.output.result_columns import ResultShape, output_schema
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
-from pipeline.data.source import open_source
+from pipeline.data.source import Source, open_source
+from pipeline.data.units import UnitSpec
+from pipeline.engine.params import SamplingParams
 from pipeline.engine.tasks import Embed
-from pipeline.errors import ConfigError, ModelError, PipelineError
+from pipeline.errors import ConfigError, PipelineError
 from pipeline.job.actor.resolved_job import (
     ResolvedJob,
     prompt_spec,
@@ -41,7 +44,6 @@ from pipeline.job.actor.task_of_job import classify_task, embed_task, plain_task
 from pipeline.job.actor.tasks import EmbedTask, JobTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.checkpoint_values import (
-    MODEL_FILES,
     SAMPLING_FILE,
     check_adapter,
     exceeded_limits,
@@ -50,9 +52,10 @@ from pipeline.job.planning.checkpoint_values import (
     stored_sampling,
     with_stored_sampling,
 )
+from pipeline.job.planning.locate import Fetched, Locate, Log, NotKnown, OnThisMachine
 from pipeline.job.planning.reference_model import KEY as REFERENCE
 from pipeline.job.planning.reference_model import check_own, check_same_tokens
-from pipeline.stores.filesystem import filesystem, is_url, storage_for
+from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
 
@@ -60,24 +63,9 @@ _NUMBERS = ("max_tokens", "min_tokens", "n", "temperature", "top_k", "top_p", "m
             "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs",
             "thinking_token_budget")  # fmt: skip
 
-Log = Callable[[str], None]
-Storage = Mapping[str, Mapping[str, Any]]  # the job's fsspec options by url prefix
-
-
-class Locate(Protocol):
-    """Find the folders of checkpoints and adapters. Raises ModelError, EnvironmentFailed, and NotKnown if one is not on
-    this machine and must not be downloaded."""
-
-    def model(self, key: str, path: str, storage: Storage, revision: str | None) -> Path: ...
-    def adapter(self, key: str, path: str, storage: Storage) -> Path: ...
-
 
 def silent(text: str) -> None:
     pass
-
-
-class NotKnown(Exception):
-    """A value is unknown: its check failed, or it needs a checkpoint that is not on this machine."""
 
 
 class Columns(Protocol):
@@ -92,9 +80,38 @@ class Columns(Protocol):
     def check_columns(self, names: Iterable[str]) -> None: ...
 
 
+Fact = Literal["store", "source", "spec", "texts", "model", "sampling", "task"]
+
+
 class Resolution:
     """A job during its resolution. Each method is a check: it raises or yields the job's problems, and stores its
-    results as attributes. Reading a missing attribute raises NotKnown."""
+    results as facts. Reading a fact that no check has stored raises NotKnown.
+
+    Facts are declared here, so that a misspelt one is an error of types, not a check that is silently skipped.
+    """
+
+    store: PartStore
+    source: Source
+    table: Columns  # columns of the input
+    batches: Batches
+    requests: Requests | None  # set if the input's lines are requests
+    prompt: PromptSection
+    task_section: TaskSection
+    spec: PromptSpec
+    texts: RowTexts | None  # texts of rows besides their prompts
+    kept: tuple[str, ...]  # input columns in the output
+    model: Path | None
+    draft: Path | None
+    adapters: Mapping[str, Path]
+    reference: Path | None
+    model_sampling: dict[str, dict[str, Any]]  # values of the checkpoint: "taken" and "not_taken"
+    sampling: SamplingSection
+    chat_template: str | None
+    task: JobTask | None
+    params: SamplingParams
+    units: UnitSpec
+    results: ResultShape
+    schema: pa.Schema  # schema of the output
 
     def __init__(
         self,
@@ -110,14 +127,15 @@ class Resolution:
         self._retries, self._append = retries, append
         self.batches = Batches()
         self.prompt, self.task_section = config.prompt, config.task
-        self.requests: Requests | None = None  # set if the input's lines are requests
-        self.reference: Path | None = None
+        self.requests = self.reference = None
 
-    def __getattr__(self, name: str) -> Any:
-        raise NotKnown(name)
+    if not TYPE_CHECKING:  # a type checker would accept any name
 
-    def knows(self, name: str) -> bool:
-        return name in vars(self)
+        def __getattr__(self, name: str) -> Any:
+            raise NotKnown(name) if name in Resolution.__annotations__ else AttributeError(name)
+
+    def knows(self, fact: Fact) -> bool:
+        return fact in vars(self)
 
     def failures(self, checks: "tuple[JobCheck, ...]") -> Iterator[PipelineError]:
         """Run `checks` and yield their failures, each with a key of the job file."""
@@ -137,7 +155,21 @@ class Resolution:
 
     def resolved(self) -> ResolvedJob:
         """Return the results of all checks. Raises NotKnown if one is missing."""
-        return ResolvedJob(**{field.name: getattr(self, field.name) for field in fields(ResolvedJob)})
+        return ResolvedJob(
+            config=self.config,
+            prompt=self.prompt,
+            sampling=self.sampling,
+            task_section=self.task_section,
+            model=self.model,
+            draft=self.draft,
+            adapters=self.adapters,
+            reference=self.reference,
+            chat_template=self.chat_template,
+            task=self.task,
+            params=self.params,
+            units=self.units,
+            results=self.results,
+        )
 
     def _storage(self, path: str) -> dict[str, Any]:
         return storage_for(path, self.config.storage_options)
@@ -170,7 +202,7 @@ class Resolution:
             given.has_requests,
         )
         self.source, self.batches = batches.arranged(source)
-        self.table: Columns = self.source
+        self.table = self.source
         if given.limit is not None and (self.batches.more or self.batches.later_files):
             raise ConfigError(
                 "input.limit: files cannot be appended to an output of the first rows; remove input.limit or --append",
@@ -260,7 +292,6 @@ class Resolution:
 
     def checkpoint(self) -> None:
         model = self.config.model
-        self.model: Path | None
         if self.config.server is not None:
             self.model = None
         else:
@@ -309,7 +340,7 @@ class Resolution:
         """Combine sampling values. The job's own take precedence, then the model's if requested, then the line
         API's."""
         sampling, is_wanted = self.config.sampling, self.config.sampling.generation_config == "model"
-        self.model_sampling: dict[str, dict[str, Any]] = {"taken": {}, "not_taken": {}}
+        self.model_sampling = {"taken": {}, "not_taken": {}}
         if self.knows("model") and self.model is not None:
             values = stored_sampling(self.model)
             used = {k: v for k, v in values.items() if is_wanted and k not in sampling.model_fields_set}
@@ -361,7 +392,7 @@ class Resolution:
 
     def result_columns(self) -> None:
         """Determine the result columns. The task of a checkpoint that is not on this machine counts as having none."""
-        task: JobTask | None = vars(self).get("task")
+        task = self.task if self.knows("task") else None
         of_task = None if self.config.task.type == "generate" else () if task is None else task.fields
         self.results = result_shape(self.config, self.sampling, of_task)
 
@@ -434,76 +465,6 @@ def resolve_prompts(config: JobConfig, model: Path) -> Resolution:
     found = Resolution(config, OnThisMachine())
     found.model = model
     return found.checked(OF_PROMPTS)
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """`Locate` that downloads what is not on this machine."""
-
-    log: Log
-    retries: RetryCounts | None
-
-    def model(self, key: str, path: str, storage: Storage, revision: str | None) -> Path:
-        _check_kind(key, path)
-        return _whole(key, path, resolve_model(path, storage, self.log, self.retries, key, revision))
-
-    def adapter(self, key: str, path: str, storage: Storage) -> Path:
-        return resolve_adapter(path, storage, key, self.log, self.retries)
-
-
-class OnThisMachine:
-    """`Locate` that downloads nothing. For a url it checks that the files exist in the store."""
-
-    def model(self, key: str, path: str, storage: Storage, revision: str | None) -> Path:
-        _check_kind(key, path)
-        if is_url(path):
-            _check_files(key, path, missing_from_store(path, storage_for(path, storage)))
-        folder = folder_here(path, revision)
-        if folder is None or not (folder / "config.json").is_file():
-            raise NotKnown(key)
-        return _whole(key, path, folder.resolve())
-
-    def adapter(self, key: str, path: str, storage: Storage) -> Path:
-        if is_url(path):
-            _check_files(key, path, missing_from_store(path, storage_for(path, storage), ADAPTER_FILES))
-        folder = adapter_here(path, key)
-        if folder is None:
-            raise NotKnown(key)
-        return folder
-
-
-def missing_from_store(url: str, storage: Mapping[str, Any], names: Iterable[str] = MODEL_FILES) -> list[str]:
-    """Return the files of `names` that are missing at an fsspec url. `storage`: its fsspec options. Raises ModelError,
-    EnvironmentFailed."""
-    try:
-        fs, root = filesystem(url, storage)
-        return [name for name in names if not fs.exists(posixpath.join(root, name))]
-    except PipelineError:
-        raise
-    except Exception as error:
-        # Each store's library has its own exceptions, and their texts may contain secrets.
-        given = ", ".join(sorted(storage)) or "none given"
-        raise ModelError(
-            f"{shown_url(url)}: cannot be opened ({type(error).__name__}); check the url, its permissions and its "
-            f"storage options ({given})"
-        ) from None
-
-
-def _check_kind(key: str, path: str) -> None:
-    kind = model_kind(path)
-    if kind == "missing" or (kind == "folder" and checkpoint_problem(path)):
-        raise ModelError(f"{key} {shown_url(path)}: {checkpoint_problem(path)}")
-
-
-def _whole(key: str, path: str, folder: Path) -> Path:
-    _check_files(key, path, [name for name in MODEL_FILES if not (folder / name).is_file()])
-    return folder
-
-
-def _check_files(key: str, path: str, absent: list[str]) -> None:
-    if absent:
-        files = " and no ".join(absent)
-        raise ModelError(f"{key} {shown_url(path)}: no {files} in this folder; expected the folder of a checkpoint")
 
 
 def _keyed(key: str, error: PipelineError) -> PipelineError:

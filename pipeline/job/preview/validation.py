@@ -17,8 +17,9 @@ from pipeline.errors import EnvironmentFailed, PipelineError, RowError
 from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
 from pipeline.job.planning.fingerprint import check_output
+from pipeline.job.planning.locate import NotKnown, OnThisMachine
 from pipeline.job.planning.plan import plan_of
-from pipeline.job.planning.resolution import OF_JOB, NotKnown, OnThisMachine, Resolution
+from pipeline.job.planning.resolution import OF_JOB, Resolution
 from pipeline.job.preview.prompt_preview import first_prompt, prompt_tokens
 from pipeline.machine.host import wall_time
 from pipeline.model.families import model_values
