@@ -29,7 +29,7 @@ from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
 from pipeline.data.source import Source, open_source
 from pipeline.data.units import UnitSpec
-from pipeline.engine.params import SamplingParams
+from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.job.actor.resolved_job import (
