@@ -15,7 +15,7 @@ from rich.text import Text
 
 from pipeline.cli.progress import PlainProgress
 from pipeline.formatting import counted, duration, percent, printable
-from pipeline.job.output.run_watcher import RunWatcher
+from pipeline.job.output.run_follower import RunFollower
 from pipeline.job.telemetry.pace import Pace
 from pipeline.report.record.run_record import ActorRecord, RunRecord
 
@@ -55,7 +55,7 @@ class ActorRates:
         return self._doing.get(actor.actor, ""), *(pace.per_s() if pace else (0.0, 0.0))
 
 
-def watch_live(seen: RunWatcher, target: str, stream: TextIO) -> None:
+def watch_live(seen: RunFollower, target: str, stream: TextIO) -> None:
     """Redraw a table until the run is over; its last state stays visible."""
     console, rates = Console(file=stream, highlight=False), ActorRates()
     with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
@@ -68,13 +68,13 @@ def watch_live(seen: RunWatcher, target: str, stream: TextIO) -> None:
             seen.wait()
 
 
-def watch_lines(seen: RunWatcher, stream: TextIO) -> None:
+def watch_lines(seen: RunFollower, stream: TextIO) -> None:
     """Print a line every few seconds while rows or tokens advance, until the run is over."""
     with PlainProgress(stream) as progress:
         _until_over(seen, progress)
 
 
-def watch_json(seen: RunWatcher, show: Callable[["Status", str | None], None]) -> None:
+def watch_json(seen: RunFollower, show: Callable[["Status", str | None], None]) -> None:
     """Call `show` for each status that differs from the previous one, until the run is over."""
     last: list[object] = []
 
@@ -86,14 +86,14 @@ def watch_json(seen: RunWatcher, show: Callable[["Status", str | None], None]) -
     _until_over(seen, changed)
 
 
-def _until_over(seen: RunWatcher, show: Callable[["Status"], None]) -> None:
+def _until_over(seen: RunFollower, show: Callable[["Status"], None]) -> None:
     show(seen.status)
     while not seen.is_over:
         seen.wait()
         show(seen.status)
 
 
-def drawing(seen: RunWatcher, target: str, rates: ActorRates, height: int) -> Group:
+def drawing(seen: RunFollower, target: str, rates: ActorRates, height: int) -> Group:
     """Return the drawing, at most `height` lines."""
     status, run = seen.status, seen.run
     head = Text(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.job.output import run_watcher
+from pipeline.job.output import run_follower
 from pipeline.job.telemetry.status import Status
 from pipeline.report.build import build_report
 from tests.cli.conftest import EVIL, finished_run, leave_output, success_of
@@ -65,7 +65,7 @@ def test_logs_control_no_terminal(logged, pipe):
 @pytest.mark.parametrize(("outcome", "code"), [("finished", 0), ("stopped", 1), ("failed", 3), ("interrupted", 75)])
 def test_following_ends_with_the_run_and_has_its_exit_code(logged, pipe, monkeypatch, outcome, code):
     store, logs = logged
-    monkeypatch.setattr(run_watcher, "LOOK_S", 0.1)
+    monkeypatch.setattr(run_follower, "LOOK_S", 0.1)
     status = Status.from_json(json.loads(store.folder.read("_pipeline/status.json")))
 
     def end_run() -> None:

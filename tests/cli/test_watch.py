@@ -17,8 +17,8 @@ from rich.console import Console
 
 from pipeline.cli.watch import ActorRates, drawing
 from pipeline.data.output.parts import PartStore
-from pipeline.job.output import run_watcher
-from pipeline.job.output.run_watcher import RunWatcher
+from pipeline.job.output import run_follower
+from pipeline.job.output.run_follower import RunFollower
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.run_record import ActorRecord, no_phases
 from tests.cli.conftest import EVIL, finished_run, leave_output, success_of
@@ -40,7 +40,7 @@ def put(store: PartStore, status: Status, run) -> None:
     store.folder.replace("_pipeline/status.json", json.dumps(status.to_json()).encode())
 
 
-def drawn(seen: RunWatcher, rates: ActorRates, width: int, height: int = 40) -> list[str]:
+def drawn(seen: RunFollower, rates: ActorRates, width: int, height: int = 40) -> list[str]:
     file = io.StringIO()
     Console(file=file, width=width, height=height).print(drawing(seen, "out", rates, height))
     return file.getvalue().splitlines()
@@ -50,7 +50,7 @@ def drawn(seen: RunWatcher, rates: ActorRates, width: int, height: int = 40) -> 
 def test_rows_tokens_and_actors_are_drawn_within_the_terminal(work, width):
     store, rates = leave_output(work, finished_run(), "running"), ActorRates()
     put(store, STATUS, run := run_of(10, actor(0, 100, load=5), actor(1, 0, startup=9)))
-    seen = RunWatcher(store)
+    seen = RunFollower(store)
     rates.add(run)
     later = run_of(20, actor(0, 600, load=5, decode=8), actor(1, 0, startup=19))
     put(store, STATUS, later)
@@ -70,7 +70,7 @@ def test_rows_tokens_and_actors_are_drawn_within_the_terminal(work, width):
 def test_more_actors_than_lines_are_counted(work):
     store = leave_output(work, finished_run(), "running")
     put(store, STATUS, run_of(10, *(actor(number, 1) for number in range(100))))
-    lines = drawn(RunWatcher(store), ActorRates(), 80, height=20)
+    lines = drawn(RunFollower(store), ActorRates(), 80, height=20)
     assert len(lines) <= 20
     assert "and 89 more" in lines[-1]
 
@@ -78,7 +78,7 @@ def test_more_actors_than_lines_are_counted(work):
 def test_names_and_warnings_control_no_terminal(work):
     store = leave_output(work, finished_run(), "running")
     put(store, replace(STATUS, phase=f"loading {EVIL} [red]x", warning=EVIL), run_of(10))
-    text = "".join(drawn(RunWatcher(store), ActorRates(), 160))
+    text = "".join(drawn(RunFollower(store), ActorRates(), 160))
     assert "[red]x" in text
     assert all(char.isprintable() for char in text)
 
@@ -87,7 +87,7 @@ def test_names_and_warnings_control_no_terminal(work):
 def test_watching_ends_with_the_run_and_has_its_exit_code(work, pipe, monkeypatch, outcome, code):
     store = leave_output(work, finished_run(), "running")
     put(store, STATUS, run_of(10, actor(0, 1)))
-    monkeypatch.setattr(run_watcher, "LOOK_S", 0.1)
+    monkeypatch.setattr(run_follower, "LOOK_S", 0.1)
 
     def end_run() -> None:
         time.sleep(0.4)

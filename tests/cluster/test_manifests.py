@@ -15,7 +15,7 @@ from pipeline.config.sections.kubernetes import FORMER_KEYS
 from pipeline.config.values import parse_duration
 from pipeline.config.variables import moment_of
 from pipeline.job.dataflow.graph import EngineActor
-from pipeline.job.running.watch import GIVE_UP_S
+from pipeline.job.running.driver import GIVE_UP_S
 from tests.cluster.kubernetes_schema import wrong
 from tools.generated import stale
 from tools.manifests import COMMANDS, files

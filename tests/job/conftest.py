@@ -133,7 +133,7 @@ def without_ray(monkeypatch):
         begin(self, spec, run_began_us)
 
     monkeypatch.setattr(FlowSpec, "needs_ray", False)
-    monkeypatch.setattr("pipeline.job.running.watch.TICK_S", 0.2)
+    monkeypatch.setattr("pipeline.job.running.driver.TICK_S", 0.2)
     monkeypatch.setattr(InProcessDataflow, "__init__", counted)
     monkeypatch.setattr(Started, "count", 0)
 

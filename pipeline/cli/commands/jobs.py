@@ -213,10 +213,10 @@ def status(target: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> No
     run's exit code.
     """
     from pipeline.job.output.read_output import open_output
-    from pipeline.job.output.run_watcher import RunWatcher
+    from pipeline.job.output.run_follower import RunFollower
     from pipeline.job.telemetry.status import status_line
 
-    seen = RunWatcher(store := open_output(target, vars))
+    seen = RunFollower(store := open_output(target, vars))
     now, doubt = seen.status, seen.staleness
 
     def as_object(status: "Status", doubt: str | None) -> None:

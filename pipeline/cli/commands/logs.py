@@ -41,13 +41,13 @@ def logs(
     Engine logs include the output of the engine's process. --follow ends with the run and exits with its exit code.
     """
     from pipeline.job.output.read_output import open_output
-    from pipeline.job.output.run_watcher import RunWatcher
+    from pipeline.job.output.run_follower import RunFollower
     from pipeline.job.telemetry.log_reader import LogReader, logged_run
 
     folder = (store := open_output(target, vars)).folder
     run_id = logged_run(folder, run_id)
     reader = LogReader(folder, run_id, [_name_of(actor) for actor in actors])
-    following = RunWatcher(store, run_id) if follow else None
+    following = RunFollower(store, run_id) if follow else None
     lines = reader.new_lines()
     while True:
         for line in lines[-tail:] if tail else lines if tail is None else ():

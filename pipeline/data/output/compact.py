@@ -126,7 +126,7 @@ def compact(
         if plan.name(file) not in existing:
             log(f"file {file + 1:,} of {plan.num_files:,}")
             made += target.folder.create(plan.name(file), _file(source, windows, plan, file))
-    totals = _verify(source, target, plan, counts)
+    totals = _compare(source, target, plan, counts)
     done = {
         "job": counts["job"],
         **asdict(plan),
@@ -333,7 +333,7 @@ def _in_order(table: pa.Table) -> pa.Table:
     return table.take(pc.call_function("sort_indices", [keys], order))
 
 
-def _verify(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[str, Any]) -> PartTotals:
+def _compare(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[str, Any]) -> PartTotals:
     """Return the new folder's totals, from the footers of its files. Raises OutputError if they differ from the job's
     counts."""
     expected = {plan.name(file): plan.bounds(file) for file in range(plan.num_files)}

@@ -1,6 +1,6 @@
 """Publication of a job: count all rows, and mark the output as complete with `_SUCCESS`.
 
-`verify` in this file is the count at the end of every run, by names and footers; `pipeline verify` is `audit.py`.
+`count_rows` counts at the end of every run, by names and footers; `pipeline verify` is `audit.py`.
 """
 
 import json
@@ -28,7 +28,7 @@ def write_empty_part(plan: JobPlan, store: PartStore, metadata: dict[str, str]) 
     store.write(PartName(plan.fingerprint.short, 0, 0, 1, 0), empty_table(plan.schema), metadata)
 
 
-def verify(plan: JobPlan, store: PartStore, log: Callable[[int, int], None] | None = None) -> PartTotals:
+def count_rows(plan: JobPlan, store: PartStore, log: Callable[[int, int], None] | None = None) -> PartTotals:
     """Count the output from one listing and every part's footer, and compare the rows of each window with those of the
     input by their checksums. Raises if it does not match the input's rows exactly.
 

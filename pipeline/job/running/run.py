@@ -1,7 +1,7 @@
 """One run of a job: resume -> compute -> count -> publish -> report. This file defines the order in which state
 changes.
 
-plan (nothing written) -> claim the output -> one listing -> the remaining units, through the dataflow (`watch`)
+plan (nothing written) -> claim the output -> one listing -> the remaining units, through the dataflow (`driver.py`)
   -> count -> _SUCCESS -> record, report and status become "finished" (`reporter`)
 """
 
@@ -28,7 +28,7 @@ from pipeline.job.actor.backends import backend_of
 from pipeline.job.actor.partial import remove_all
 from pipeline.job.actor.work_spec import Backend
 from pipeline.job.dataflow.spec import WindowTask
-from pipeline.job.output.success import check_none_appended, read_success, verify, write_empty_part, write_success
+from pipeline.job.output.success import check_none_appended, count_rows, read_success, write_empty_part, write_success
 from pipeline.job.planning.actor_specs import flow_spec, provenance, resolve_device
 from pipeline.job.planning.fingerprint import claim, file_digests, record_numerics, with_limits_of
 from pipeline.job.planning.plan import JobPlan, make_plan, remaining_windows
@@ -37,7 +37,7 @@ from pipeline.job.running.reporter import RunReporter, Show, close_telemetry, ha
 from pipeline.job.running.sample import forget_samples_of_another_job, sample_tasks
 from pipeline.job.running.stop import Stopped, StopSignals
 from pipeline.job.running.totals import OutputTotals
-from pipeline.job.running.watch import Watch
+from pipeline.job.running.driver import Driver
 from pipeline.job.telemetry.logs import LogOptions
 from pipeline.job.telemetry.run_log import (
     RunLog,
@@ -149,7 +149,7 @@ def run_job(
                     named = [run.resolved for run in earlier if "model" in run.resolved]
                     found = found.resuming(named[-1] if named else {})
                     spec = flow_spec(plan, left.tasks, found, log.run_id, left.has_failed, logs.level)
-                    Watch(config.run, log, totals, reporter, stop, limits, plan.num_rows).compute(spec)
+                    Driver(config.run, log, totals, reporter, stop, limits, plan.num_rows).compute(spec)
                 if sample is None:
                     _publish(plan, store, log, totals, reporter)
             return reporter.report
@@ -278,7 +278,7 @@ def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals,
     reporter.begin_phase("verifying")
     check_none_appended(plan, store)
     started = time.monotonic_ns()
-    counted = verify(plan, store, reporter.counted)
+    counted = count_rows(plan, store, reporter.counted)
     totals.check_error_rate(counted)
     log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
     reporter.begin_phase("publishing")

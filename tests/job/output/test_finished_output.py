@@ -11,7 +11,7 @@ from pipeline.data.output.compact import compact
 from pipeline.data.output.parts import LOADER, PartStore
 from pipeline.errors import OutputError
 from pipeline.job.output.read_output import report_of
-from pipeline.job.output.run_watcher import RunWatcher
+from pipeline.job.output.run_follower import RunFollower
 from pipeline.job.planning.fingerprint import JOB, undated_digest
 from pipeline.job.telemetry.run_log import PLAN
 from pipeline.report.estimate import Estimate, Interval
@@ -27,7 +27,7 @@ def finished(job):
 
 
 def doubt(job) -> str | None:
-    return RunWatcher(PartStore(str(job.output))).staleness
+    return RunFollower(PartStore(str(job.output))).staleness
 
 
 def cut(part: Path) -> None:

@@ -11,7 +11,7 @@ from pipeline.config.sections.limits import CostSection
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import DoneUnits, PartName, PartStore
 from pipeline.errors import Interrupted, OutputError, PipelineError, TooManyRowErrors
-from pipeline.job.output.success import verify
+from pipeline.job.output.success import count_rows
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.run_log import RunLog
@@ -29,19 +29,19 @@ def test_the_count_before_success_finds_what_is_missing_or_too_much(job):
     run(job.rows(TEXTS))
     plan = make_plan(job.config(), "cpu")
     store = PartStore(str(job.output))
-    assert verify(plan, store).rows == 50
+    assert count_rows(plan, store).rows == 50
     name = PartName(plan.fingerprint.short, 9, 0, 1, 0)
     store.write(name, plan.schema.empty_table())
-    assert verify(plan, store).rows == 50
+    assert count_rows(plan, store).rows == 50
     extra = job.parts()[0]
     wrong = job.output / str(PartName(plan.fingerprint.short, 10, 0, 1, 8))
     shutil.copy(extra, wrong)
     with pytest.raises(OutputError, match="the parts hold 58 rows"):
-        verify(plan, store)
+        count_rows(plan, store)
     wrong.unlink()
     extra.unlink()
     with pytest.raises(PipelineError, match="incomplete windows: 1 \\(the first is 0\\)"):
-        verify(plan, store)
+        count_rows(plan, store)
 
 
 def test_a_signal_ends_the_count_though_reads_hang(job, monkeypatch):
@@ -62,7 +62,7 @@ def test_a_signal_ends_the_count_though_reads_hang(job, monkeypatch):
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(Interrupted):
-            verify(plan, PartStore(str(job.output)))
+            count_rows(plan, PartStore(str(job.output)))
     finally:
         signal.signal(signal.SIGALRM, old)
         hang.set()

@@ -19,7 +19,7 @@ SLOW = {"step_s": 0.1, "max_num_seqs": 2}
 @pytest.fixture
 def soon(without_ray, monkeypatch):
     """Shorten the time that a fake job reserves for its end."""
-    for module in ("limits", "watch"):
+    for module in ("limits", "driver"):
         monkeypatch.setattr(f"pipeline.job.running.{module}.RESERVE_S", 1.0)
 
 

@@ -10,7 +10,7 @@ from pipeline.data.output.parts import PartStore
 from pipeline.data.output.retried import KEY, RetriedRows
 from pipeline.errors import EnvironmentFailed, FingerprintError, OutputError
 from pipeline.job.output.audit import audit
-from pipeline.job.running.watch import Watch
+from pipeline.job.running.driver import Driver
 from pipeline.report.render import text
 from pipeline.stores.local_folder import LocalFolder
 from tests.job.conftest import TEXTS, run, runs, success
@@ -91,14 +91,14 @@ def test_rows_that_were_never_computed_belong_to_the_first_limit(long):
 
 
 def test_a_part_that_is_removed_meanwhile_is_not_made_under_the_new_limit(long, monkeypatch):
-    compute = Watch.compute
+    compute = Driver.compute
 
     def removed_first(self, spec):
         for part in long.parts():
             part.unlink()
         compute(self, spec)
 
-    monkeypatch.setattr(Watch, "compute", removed_first)
+    monkeypatch.setattr(Driver, "compute", removed_first)
     with pytest.raises(OutputError, match="no longer exists"):
         retry(long, 200)
     assert not long.parts()

@@ -48,19 +48,19 @@ class LostActors(InProcessDataflow):
 
 
 def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
-    monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", NoActors)
+    monkeypatch.setattr("pipeline.job.running.driver.InProcessDataflow", NoActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"no engine actor could be started.*run\.actors"):
         run(job, run={"stall_timeout": "0.1 s"})
 
 
 def test_fault_09_actors_that_are_silent_for_too_long_end_the_run_and_the_next_one_resumes(job, monkeypatch):
-    monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", LostActors)
+    monkeypatch.setattr("pipeline.job.running.driver.InProcessDataflow", LostActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"No progress for 1.2 s.*1 engine actors reported"):
         run(job, run={**job.settings["run"], "stall_timeout": "0.2 s"})
     assert runs(job)[-1]["outcome"] == "failed"
-    monkeypatch.setattr("pipeline.job.running.watch.InProcessDataflow", InProcessDataflow)
+    monkeypatch.setattr("pipeline.job.running.driver.InProcessDataflow", InProcessDataflow)
     run(job)
     job.check(TEXTS)
 

@@ -62,7 +62,7 @@ def test_missed_targets_are_named_and_notified(job, tmp_path):
 @pytest.mark.usefixtures("one_unit_in_flight")
 def test_near_and_reached_limits_are_notified(job, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.limits.RESERVE_S", 0.3)
-    monkeypatch.setattr("pipeline.job.running.watch.RESERVE_S", 0.3)
+    monkeypatch.setattr("pipeline.job.running.driver.RESERVE_S", 0.3)
     notified = tmp_path / "notified.jsonl"
     job.fake(step_s=0.1, load_s=2.0, max_num_seqs=2).rows(TEXTS)
     with pytest.raises(LimitReached):

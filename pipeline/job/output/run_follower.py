@@ -23,7 +23,7 @@ _EXIT_CODES = {
 }
 
 
-class RunWatcher:
+class RunFollower:
     """Last observed `status`, `run` (its record) and `doubt` (why the status is stale)."""
 
     def __init__(self, store: PartStore, run_id: str | None = None) -> None:

@@ -28,7 +28,7 @@ GIVE_UP_S = 10.0  # for saving the finished rows of open units, at the end of a 
 
 
 @dataclass(frozen=True)
-class Watch:
+class Driver:
     """Driver's loop of one run, in its main thread."""
 
     settings: RunSection
