@@ -7,29 +7,23 @@ the system's default.
 import os
 import signal
 
-from pipeline.cli import interrupt
+from pipeline.machine.signals import install, interrupt, leave, leave_process
 from pipeline.machine.threads import bounded_spin
-
-SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 def main() -> None:
-    # nohup ignores SIGHUP
-    handled = [n for n in SIGNALS if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-    for number in handled:
-        signal.signal(number, interrupt.leave)
+    install(leave)
     os.environ.update(bounded_spin(os.environ))  # before torch is imported
     from pipeline.cli.main import main as command
 
     try:
-        for number in handled:
-            signal.signal(number, interrupt.interrupt)
+        install(interrupt)
         command()
     except SystemExit as leaving:
-        interrupt.leave_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
+        leave_process(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
     except KeyboardInterrupt:
-        interrupt.leave(signal.SIGINT, None)
-    interrupt.leave_process(0)
+        leave(signal.SIGINT, None)
+    leave_process(0)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ from typing import Any, NoReturn, TextIO
 
 import click
 
-from pipeline.cli.interrupt import was_raised
 from pipeline.errors import ConfigError, EnvironmentFailed, Interrupted, PipelineError, TooManyRowErrors
 from pipeline.formatting import printable_json, printable_lines
 from pipeline.machine.caches import check_temporary_folder
+from pipeline.machine.signals import was_raised
 
 json_flag = click.option("as_json", "--json", is_flag=True, help="Print one JSON object, and nothing else.")
 

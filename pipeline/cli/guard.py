@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from pipeline.cli.console import exit_code
 from pipeline.errors import EnvironmentFailed, Interrupted
+from pipeline.machine.signals import handled
 
 WAIT_S = 0.25
 EXIT_TIMEOUT_S = 30.0  # from the report of the exit code to the end of the fork, which waits for Ray
@@ -37,9 +38,7 @@ def guarded() -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     guard = os.getpid()
-    forwarded = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # ignored under nohup
-        forwarded.append(signal.SIGHUP)
+    forwarded = handled()
     signal.pthread_sigmask(signal.SIG_BLOCK, forwarded)  # until the handlers that forward them are installed
     child = os.fork()
     if child:

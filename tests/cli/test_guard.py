@@ -127,7 +127,7 @@ def test_a_signal_while_the_command_line_starts_leaves_with_75(tmp_path, number,
 ENTRY = """
 import atexit, os, signal, sys, threading, time, types, weakref
 import pipeline.__main__ as entry
-from pipeline.cli import interrupt
+from pipeline.machine import signals
 
 def act():
     {body}
@@ -157,7 +157,7 @@ ENDS = {
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:
         raise RuntimeError("SchemaError: Interrupt: SIGINT")""", "pipeline.config"),
-    "a signal that nothing lets through": ("""interrupt.GRACE_S = 0.3
+    "a signal that nothing lets through": ("""signals.GRACE_S = 0.3
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     except BaseException:
@@ -216,7 +216,7 @@ from pipeline import __main__
 from pipeline.errors import Interrupted
 from pipeline.job.running.reporter import harmless
 from pipeline.job.telemetry.status import Status
-from pipeline.job.running.stop import StopSignals
+from pipeline.machine.signals import StopSignals
 def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs, metrics):
     show = harmless(progress)
     with StopSignals() as stop, stop.draining():

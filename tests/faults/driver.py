@@ -9,14 +9,13 @@ import functools
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, tzinfo
 from typing import Any
 
-from pipeline.__main__ import SIGNALS, main
-from pipeline.cli import interrupt
+from pipeline.__main__ import main
+from pipeline.machine import signals
 
 TEN_YEARS_S = 10 * 365 * 86_400
 
@@ -88,7 +87,6 @@ def patch(cut: str | None = None, clock: int | None = None, ray: bool = True) ->
 
 
 if __name__ == "__main__":
-    for number in SIGNALS:
-        signal.signal(number, interrupt.leave)  # as `main` does, but before the imports of `patch`
+    signals.install(signals.leave)  # as `main` does, but before the imports of `patch`
     patch(**json.loads(os.environ.get("CAMPAIGN_PATCHES", "{}")))
     main()

@@ -8,7 +8,6 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from pipeline.errors import EnvironmentFailed
 from pipeline.machine.caches import write_problem
 from pipeline.machine.interpreter import PACKAGE_PARENT
 from pipeline.machine.ray_folder import ray_folder, ray_folder_problem
+from pipeline.machine.signals import restore_handlers
 
 START_TRIES = 3  # of a local Ray: on a busy machine or a cold disk its own timeout of 30 s may be too short
 HANDLERS_S = 0.01  # interval at which signal handlers are restored while Ray starts or ends
@@ -149,19 +149,9 @@ def _call_in_thread(call: Callable[[], object]) -> None:
 
     threading.Thread(target=run, daemon=True, name="Ray").start()
     while not wait([ended], timeout=HANDLERS_S).done:
-        _keep_handlers()
-    _keep_handlers()
+        restore_handlers()
+    restore_handlers()
     ended.result()
-
-
-def _keep_handlers() -> None:
-    """Restore Python's signal handlers. Ray's native code replaces them as it starts and resets them as it ends,
-    unknown to Python."""
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            handler = signal.getsignal(number)
-            if handler is not None:  # None: not installed by Python
-                signal.signal(number, handler)
 
 
 @contextlib.contextmanager

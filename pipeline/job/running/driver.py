@@ -13,11 +13,11 @@ from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
 from pipeline.job.running.limits import BUDGET, RESERVE_S, Limit, RunLimits, must_drain
 from pipeline.job.running.reporter import TICK_S, WAITING, RunReporter
-from pipeline.job.running.stop import StopSignals
 from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import RAY, collect_ray_logs
 from pipeline.job.telemetry.run_log import RunLog
+from pipeline.machine.signals import StopSignals
 
 if TYPE_CHECKING:
     from pipeline.job.dataflow.graph import Dataflow

@@ -32,12 +32,11 @@ from pipeline.job.output.success import check_none_appended, count_rows, read_su
 from pipeline.job.planning.actor_specs import flow_spec, provenance, resolve_device
 from pipeline.job.planning.fingerprint import claim, file_digests, record_numerics, with_limits_of
 from pipeline.job.planning.plan import JobPlan, make_plan, remaining_windows
+from pipeline.job.running.driver import Driver
 from pipeline.job.running.limits import RunLimits
 from pipeline.job.running.reporter import RunReporter, Show, close_telemetry, harmless
 from pipeline.job.running.sample import forget_samples_of_another_job, sample_tasks
-from pipeline.job.running.stop import Stopped, StopSignals
 from pipeline.job.running.totals import OutputTotals
-from pipeline.job.running.driver import Driver
 from pipeline.job.telemetry.logs import LogOptions
 from pipeline.job.telemetry.run_log import (
     RunLog,
@@ -51,6 +50,7 @@ from pipeline.job.telemetry.run_log import (
 from pipeline.job.telemetry.status import Status
 from pipeline.job.telemetry.writer import Telemetry
 from pipeline.machine.host import wall_time
+from pipeline.machine.signals import Stopped, StopSignals
 from pipeline.report.record.data_warnings import input_warnings
 from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.report.run_report import RunReport
@@ -79,7 +79,8 @@ def run_job(
 
     Raises the exceptions of `pipeline.errors`. Whenever one is raised, written output is consistent and the same call
     resumes the job. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
-    computed, after at most `run.drain_timeout` or at a second signal; at any other time at once (`stop.py`).
+    computed, after at most `run.drain_timeout` or at a second signal; at any other time at once
+    (`machine/signals.py`).
     """
     if not isinstance(config, JobConfig):
         raise ConfigError(f"run_job({config!r:.80}): expected a job, as in run_job(load_job('my.yaml'))")

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import EnvironmentFailed, Interrupted
 from pipeline.job.running import run as run_module
-from pipeline.job.running.stop import ONE_STOP_S, Stopped, StopSignals
+from pipeline.machine.signals import ONE_STOP_S, Stopped, StopSignals
 from tests.job.conftest import TEXTS, run, runs, stop_in_a_unit
 
 pytestmark = pytest.mark.usefixtures("without_ray", "default_sighup")
@@ -160,7 +160,7 @@ def test_signals_are_counted_while_draining_and_raise_elsewhere():
 def test_a_library_that_swallows_the_stop_cannot_hold_the_process(body, signals):
     script = f"""
 import sys, time
-from pipeline.job.running.stop import StopSignals
+from pipeline.machine.signals import StopSignals
 def swallow():
     end, printed = time.monotonic() + 60, False
     while time.monotonic() < end:
