@@ -17,11 +17,9 @@ from typing import Any
 
 import click
 
-from benchmarks.script import progress, report, script
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
-from pipeline.bench.shapes import bench_model
-from pipeline.cli.commands.bench import shared_options
-from pipeline.cli.console import json_flag
+from benchmarks.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from benchmarks.script import json_flag, progress, report, script, shared_options
+from benchmarks.shapes import bench_model
 from pipeline.demo.reports import make_report
 from pipeline.demo.words import ACTIONS, DEVICES, FAULTS
 from pipeline.engine.completion import Completion
@@ -113,7 +111,7 @@ def bench_choice(
         engine.warm_up()
         prompts = Prompts(engine, rows, own_tokens)
         return {
-            "about": loaded.about,
+            "description": loaded.description,
             "rows": rows,
             "prompt_tokens": sum(map(len, prompts.round(0))),
             "own_tokens": rows * own_tokens,
@@ -132,7 +130,7 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
             label = f"{each['name']}, {each['label_tokens']} tokens"
             rows.append((label, way, Spread.from_values(rates).to_text(0), by, each["computed_tokens"][way]))
     return [
-        f"{NUM_LABELS} labels, chosen or generated: {figures['about']}, {figures['dtype']}.",
+        f"{NUM_LABELS} labels, chosen or generated: {figures['description']}, {figures['dtype']}.",
         f"A round: {figures['rows']} rows, {figures['prompt_tokens']:,} prompt tokens, {figures['own_tokens']:,} of "
         "them not shared. Rows per second.",
         f"Median of {figures['rounds']} rounds (lowest to highest), in alternating order, with new prompts each round.",

@@ -4,10 +4,11 @@
     python -m benchmarks.compare ../before . --bench job --busy 0,1,3
     python -m benchmarks.compare /envs/old/bin/python /envs/new/bin/python --rounds 15 --json
 
-OLD and NEW are checkouts, run by this Python, or the Python of an environment. Every round runs `pipeline bench` of
-OLD, NEW and OLD again, or in reverse order. NEW is compared with the mean of its two neighbors, so that drift of the
-machine cancels. The ratio of the two OLD runs is the control: its interval should contain 1. Intervals contain the
-median ratio with at least 95% confidence (order statistics of the rounds, no assumptions about their distribution).
+OLD and NEW are checkouts, run by this Python, or the Python of an environment. Both run the benchmarks of the checkout
+that contains this file, with their own `pipeline` package. Every round runs OLD, NEW and OLD again, or in reverse
+order. NEW is compared with the mean of its two neighbors, so that drift of the machine cancels. The ratio of the two
+OLD runs is the control: its interval should contain 1. Intervals contain the median ratio with at least 95% confidence
+(order statistics of the rounds, no assumptions about their distribution).
 
 Wall time is the bench's own work time per token, without loading. CPU time is that of the whole command and its
 children. With --busy, other processes compete for the CPU. The exit code is 1 if NEW is slower than OLD by more than
@@ -30,9 +31,8 @@ from typing import Any
 
 import click
 
-from benchmarks.script import report, script
-from pipeline.bench.measure import facts_to_text, machine_facts, table
-from pipeline.cli.console import json_flag
+from benchmarks.measure import facts_to_text, machine_facts, table
+from benchmarks.script import json_flag, report, script
 
 COMMANDS = {
     "engine": "--model demo --reports --requests 256 --batch-sizes none --rounds 3",
@@ -108,14 +108,20 @@ def _ranks_cut(count: int) -> int:
 
 
 def run_bench(side: Path, bench: str, options: Sequence[str]) -> Ran:
-    """Run one `pipeline bench` of a checkout or environment. Raises ClickException with the end of its stderr."""
-    python, path = (sys.executable, {"PYTHONPATH": str(side)}) if side.is_dir() else (str(side), {})
-    command = [python, "-m", "pipeline", "bench", bench, *options, "--json"]
+    """Run a benchmark with the package of a checkout or environment.
+
+    Raises ClickException with the end of its stderr when it fails, and when it would import another package.
+    """
+    python = sys.executable if side.is_dir() else str(side)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as stderr:
-        # In an empty folder, since `-m` prefers packages of the working directory.
+        # The benchmarks of a checkout must not shadow ours, so ours are the only package of a folder that comes first.
+        Path(folder, "benchmarks").symlink_to(Path(__file__).resolve().parent)
+        paths = [folder, str(side.resolve())] if side.is_dir() else [folder]
+        command = [python, "-m", f"benchmarks.{bench}", *options, "--json"]
         process = subprocess.Popen(
-            command, cwd=folder, env=os.environ | path, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stderr
-        )
+            command, cwd=folder, env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=stderr,
+        )  # fmt: skip
         assert process.stdout is not None
         printed = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
@@ -123,8 +129,10 @@ def run_bench(side: Path, bench: str, options: Sequence[str]) -> Ran:
         if process.returncode != 0:
             stderr.seek(0)
             end = stderr.read()[-2000:].decode(errors="replace")
-            raise click.ClickException(f"{' '.join(command)} exited with code {process.returncode}: {end}")
+            raise click.ClickException(f"{' '.join(command)} of {side} exited with code {process.returncode}: {end}")
     found = json.loads(printed.splitlines()[-1])
+    if side.is_dir() and found["package"] != str(side.resolve() / "pipeline"):
+        raise click.ClickException(f"{side}: the benchmark imported {found['package']}")
     seconds, tokens = MEASURES[bench](found)
     return Ran(seconds, usage.ru_utime + usage.ru_stime, tokens)
 
@@ -132,10 +140,7 @@ def run_bench(side: Path, bench: str, options: Sequence[str]) -> Ran:
 def _engine(found: dict[str, Any]) -> tuple[dict[str, float], int]:
     (ours,) = (speed for speed in found["speeds"] if speed["name"] == "this engine")
     rates = {"all requests": ours["tokens_per_s"], "one request": ours["single_tokens_per_s"]}
-    tokens = found.get("computed_tokens")
-    if tokens is None:  # older versions report phases instead
-        tokens = sum(phase["tokens"] for phase in found["phases"] if not phase["name"].startswith(" "))
-    return {name: 1 / rate["median"] for name, rate in rates.items()}, tokens
+    return {name: 1 / rate["median"] for name, rate in rates.items()}, found["computed_tokens"]
 
 
 def _job(found: dict[str, Any]) -> tuple[dict[str, float], int]:
@@ -214,7 +219,7 @@ def same_work(bench: str, runs: dict[int, dict[str, list[Ran]]]) -> Iterator[str
 @click.option("--bench", "benches", type=click.Choice(list(COMMANDS)), multiple=True, help="Default: all.")
 @click.option("--rounds", default=9, show_default=True, type=click.IntRange(min=1), help="Rounds; a verdict needs 9.")
 @click.option("--busy", default="0", show_default=True, metavar="N,N", help="Numbers of other busy processes.")
-@click.option("--options", help="Options of `pipeline bench`, instead of the defaults of one --bench.")
+@click.option("--options", help="Options of the benchmark, instead of the defaults of one --bench.")
 @json_flag
 def main(
     old: Path, new: Path, benches: tuple[str, ...], rounds: int, busy: str, options: str | None, as_json: bool

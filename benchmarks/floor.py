@@ -20,12 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.script import progress, report, script
-from pipeline.bench.measure import facts_to_text, fastest, machine_facts, table, use_threads
-from pipeline.bench.request_sets import run_requests, workload
-from pipeline.bench.shapes import bench_model
-from pipeline.cli.commands.bench import shared_options
-from pipeline.cli.console import json_flag
+from benchmarks.measure import facts_to_text, fastest, machine_facts, table, use_threads
+from benchmarks.request_sets import run_requests, workload
+from benchmarks.script import json_flag, progress, report, script, shared_options
+from benchmarks.shapes import bench_model
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
@@ -188,7 +186,7 @@ def main(
         progress("measuring the floor")
         read_bytes_per_s = READ_BYTES / fastest(torch.ones(READ_BYTES // 4).sum, 5)
         figures = {
-            "model": found.about,
+            "model": found.description,
             "work": work.to_text(),
             "dtype": str(engine.resolved["dtype"]),
             "read_bytes_per_s": read_bytes_per_s,
@@ -197,7 +195,7 @@ def main(
         }
     parts = "s >8.2f | model >8.2f | linears >8.2f | KV >7.2f | share >7.0%"
     lines = [
-        f"{found.about}, {figures['dtype']}; {work.to_text()}.",
+        f"{found.description}, {figures['dtype']}; {work.to_text()}.",
         f"{facts_to_text(machine)}. Memory read at {read_bytes_per_s / 1e9:.1f} GB/s.",
         "",
         *table(f"steps of <22 | steps >7, | tokens >9, | {parts}", [tuple(p.values()) for p in figures["phases"]]),

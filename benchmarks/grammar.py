@@ -17,11 +17,9 @@ from typing import Any
 
 import click
 
-from benchmarks.script import progress, report, script
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from benchmarks.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from benchmarks.script import json_flag, progress, report, script, shared_options
 from pipeline.checkpoints.locate import locate_model
-from pipeline.cli.commands.bench import shared_options
-from pipeline.cli.console import json_flag
 from pipeline.demo.reports import make_report
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine

@@ -27,12 +27,10 @@ from typing import Any
 
 import click
 
-from benchmarks.script import progress, report, script
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
-from pipeline.bench.request_sets import workload
-from pipeline.bench.shapes import SHAPES, bench_model, dequantized
-from pipeline.cli.commands.bench import shared_options
-from pipeline.cli.console import json_flag
+from benchmarks.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from benchmarks.request_sets import workload
+from benchmarks.script import json_flag, progress, report, script, shared_options
+from benchmarks.shapes import SHAPES, bench_model, dequantized
 from pipeline.demo.reports import PROMPT_TEMPLATE, make_report
 from pipeline.engine.completion import Completion
 from pipeline.engine.config import EngineConfig
@@ -229,7 +227,7 @@ def bench_ladder(
         if resolved == "float32" and rung.name != ROUNDED and rung.equal < requests * rounds:
             raise PipelineError(f"{rung.name}: {requests * rounds - rung.equal} float32 completions differ from {ONE}")
     figures = {
-        "about": found.about,
+        "description": found.description,
         "requests": requests,
         "batch": batch,
         "prompt_tokens": sum(len(each.prompt_token_ids) for each in prompts.round(0)),
@@ -249,7 +247,7 @@ def bench_ladder(
         rows.append((rung.name, speed, step, first, rung.at_once, rung.computed_tokens, rung.equal))
     columns = " <26 | tokens/s >25 | / previous rung >25 | / first >9.2f | at once >8.1f | prompt computed >16,"
     lines = [
-        f"One engine with {len(rungs)} batching strategies: {found.about}, {resolved}.",
+        f"One engine with {len(rungs)} batching strategies: {found.description}, {resolved}.",
         f"A round: {requests} requests, {figures['prompt_tokens']:,} prompt tokens ({prompts.num_shared} of each "
         f"shared), {figures['generated_tokens']:,} generated, greedy. KV memory of {kv_tokens:,} tokens: "
         f"{batch} requests of the longest length.",

@@ -26,15 +26,14 @@ import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.script import progress, report, script
-from pipeline.bench.measure import facts_to_text, last_line, machine_facts, table
-from pipeline.cli.console import json_flag
+from benchmarks.measure import facts_to_text, last_line, machine_facts, table
+from benchmarks.script import json_flag, progress, report, script
 from pipeline.config import load_job
 from pipeline.config.sections.limits import CostSection
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, serialize
 from pipeline.data.source import InputWindow, narrowed, window_checksums
-from pipeline.job.output.success import verify
+from pipeline.job.output.success import count_rows
 from pipeline.job.planning.plan import JobPlan, make_plan, remaining_windows
 from pipeline.job.telemetry.run_log import RunLog
 from pipeline.job.telemetry.unit_summary import UnitSummary
@@ -110,7 +109,7 @@ def execute(plan: JobPlan, store: PartStore, parts_per_window: int) -> list[byte
 
 def verify_parts(plan: JobPlan, store: PartStore, parts_per_window: int) -> None:
     store.folder = ListedParts(plan, parts_per_window, is_stopped=False)
-    assert verify(plan, store).units == len(plan.windows) * parts_per_window
+    assert count_rows(plan, store).units == len(plan.windows) * parts_per_window
 
 
 AFTER_PLAN = {"resume": resume, "execute": execute, "verify": verify_parts}

@@ -21,11 +21,9 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.script import progress, report, script
-from pipeline.bench.measure import alternating, facts_to_text, machine_facts, table
+from benchmarks.measure import alternating, facts_to_text, machine_facts, table
+from benchmarks.script import json_flag, progress, report, script, shared_options
 from pipeline.checkpoints.locate import locate_model
-from pipeline.cli.commands.bench import shared_options
-from pipeline.cli.console import json_flag
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.parallel import group

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+import pipeline
 from pipeline.errors import PipelineError
 from pipeline.machine.host import wall_time
 
@@ -40,12 +41,61 @@ def clean_errors(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+def parse_sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        return () if text == "none" else tuple(int(size) for size in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: expected numbers, such as 4,8,16, or none") from None
+
+
+def _parse_range(context: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    try:
+        return int(low), int(high or low)
+    except ValueError:
+        raise click.BadParameter(f"{text!r}: expected two numbers, such as 16-128") from None
+
+
+_SHARED: dict[str, tuple[str, dict[str, Any]]] = {
+    "model": ("--model", {"metavar": "SHAPE|PATH", "help": "A shape of `benchmarks.shapes`, such as tiny, qwen3-0.6b "
+              "or qwen3-0.6b-awq (random weights, written at first use); demo, demo:target-awq; a folder or a Hugging "
+              "Face id."}),
+    "requests": ("--requests", {"type": click.IntRange(min=1), "help": "Requests of a round."}),
+    "rows": ("--rows", {"type": click.IntRange(min=1), "help": "Rows of a round."}),
+    "rounds": ("--rounds", {"type": click.IntRange(min=1), "help": "Measured rounds, alternating."}),
+    "output_tokens": ("--output-tokens", {"metavar": "N-M", "callback": _parse_range,
+                      "help": "Tokens that each request generates."}),
+    "threads": ("--threads", {"type": click.IntRange(min=1), "help": "Threads of each engine; else torch's choice."}),
+    "dtype": ("--dtype", {"type": click.Choice(["auto", "float32", "bfloat16", "float16"])}),
+    "folder": ("--folder", {"metavar": "DIR", "help": "Folder for generated checkpoints; default: the cache."}),
+}  # fmt: skip
+
+
+def shared_options(**defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add shared options with the defaults of one benchmark."""
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name, default in reversed(defaults.items()):
+            flag, settings = _SHARED[name]
+            command = click.option(name, flag, default=default, **{"show_default": True, **settings})(command)
+        return command
+
+    return decorate
+
+
+json_flag = click.option("as_json", "--json", is_flag=True, help="Print only the line of JSON.")
+
+
 def report(bench: str, figures: Mapping[str, Any], lines: Sequence[str], as_json: bool) -> None:
-    """Print text, and the figures as one line of JSON to save in `benchmarks/results/`. as_json: print only JSON."""
+    """Print text, and the figures as one line of JSON to save in `benchmarks/results/`. as_json: print only JSON.
+
+    The line names the folder of the measured package, by which `benchmarks.compare` recognizes a side.
+    """
     if not as_json:
         print("\n".join(lines) + "\n")
     command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    print(json.dumps({"command": command, "date": f"{wall_time():%Y-%m-%d %H:%M}", "bench": bench, **figures}))
+    run = {"command": command, "date": f"{wall_time():%Y-%m-%d %H:%M}", "package": str(Path(pipeline.__file__).parent)}
+    print(json.dumps({**run, "bench": bench, **figures}))
 
 
 def progress(text: str) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 
 import click
 
-from benchmarks.script import progress, report, script
-from pipeline.bench.measure import facts_to_text, machine_facts, table
-from pipeline.cli.console import json_flag
+from benchmarks.measure import facts_to_text, machine_facts, table
+from benchmarks.script import json_flag, progress, report, script
 from pipeline.endpoint.body import completion_body
 from pipeline.endpoint.engine import EndpointEngine
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest

@@ -18,12 +18,10 @@ from typing import Any
 import click
 import numpy as np
 
-from benchmarks.script import SETTINGS, clean_errors, help_text, progress, report
-from pipeline.bench.measure import table
-from pipeline.bench.request_sets import REQUEST_SETS, Lengths, RequestSet, find_set
-from pipeline.bench.roofline import BLOCK_SIZE, model_size
-from pipeline.cli.commands.bench import parse_sizes
-from pipeline.cli.console import json_flag
+from benchmarks.measure import table
+from benchmarks.request_sets import REQUEST_SETS, Lengths, RequestSet, find_set
+from benchmarks.script import SETTINGS, clean_errors, help_text, json_flag, parse_sizes, progress, report
+from benchmarks.shapes import model_size
 from pipeline.cli.options import FiniteRange
 from pipeline.data.bucket import BYTES_PER_TOKEN, cut_units
 from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
@@ -50,6 +48,7 @@ STEP_S, ROW_S, REPLAY_S = 350e-6, 1.2e-6, 60e-6
 EMPTY_S = 4e-6  # idle kernels in each layer of a captured step with prompts
 UNIT_TOKENS, UNIT_ROWS = 100_000, 512  # a job's defaults
 MAX_NUM_BATCHED_TOKENS = 8192
+BLOCK_SIZE = 64  # of the KV cache on a card
 COLD_START_S = 60.0  # from a machine's arrival to its first step
 VOCAB = 30_000
 DIGITS = {"tokens_per_s": 0, "num_steps": 0, "running": 0, "preemptions": 0, "repeated_tokens": 0, "imbalance": 4}
@@ -81,7 +80,7 @@ class Machine:
         cls, model: str, card: str, *, max_num_seqs: int = 512, captures_mixed: bool = True, **settings: Any
     ) -> "Machine":
         """Return a machine for a shape or checkpoint, with the engine's settings and measured utilization."""
-        (size, weights, _), found = model_size(model), find_card(card)
+        (size, weights), found = model_size(model), find_card(card)
         ceilings, borders = Ceilings.of_card(found, MEASURED), crossover_of(found.compute_capability)
         form = weight_layout(weights, size, ceilings, borders, max_num_seqs, DENSE_BYTES)
         mixed_tokens = host_bound_tokens(size, form, ceilings, MAX_NUM_BATCHED_TOKENS) if captures_mixed else 0
@@ -384,7 +383,7 @@ def compare_admission(
 @main.command("schedule")
 @MODEL
 @CARD
-@click.option("sets", "--requests", multiple=True, metavar="SET", help="Sets of `bench roofline`; default: all.")
+@click.option("sets", "--requests", multiple=True, metavar="SET", help="Sets of request_sets.py; default: all.")
 @click.option("--smaller", type=click.IntRange(min=1), default=1, show_default=True, metavar="N",
               help="Keep every Nth request.")  # fmt: skip
 @json_flag

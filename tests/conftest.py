@@ -29,13 +29,13 @@ if not Path("/dev/nvidiactl").exists():
 # Tests that start Ray and whole jobs on real engines, kill them and wait for the result: one at a time.
 REAL_ENGINES = (
     "tests/cluster/test_submit.py",
-    "tests/bench/test_job.py",
+    "tests/benchmarks/test_job.py",
     "tests/docs/test_console.py",
     "tests/faults/",
 )
 JOBS = (*REAL_ENGINES, "tests/job/dataflow/")
 # Folders of the slowest files, up to a minute each.
-LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/bench/",
+LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/",
         "tests/benchmarks/")  # fmt: skip
 
 

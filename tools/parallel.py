@@ -22,7 +22,7 @@ from itertools import product
 
 import numpy as np
 
-from pipeline.bench.roofline import model_size
+from benchmarks.shapes import model_size
 from pipeline.engine.startup.batch_limits import gpu_limits
 from pipeline.engine.startup.memory import usable_kv_room, weight_layout
 from pipeline.estimate.prices import load_prices
@@ -156,7 +156,7 @@ def fastest_seconds(
 def rates(model: str) -> dict[tuple[str, int], list[float | None]]:
     """Return tokens/s of each card, by kind of card and cards of an engine: tensor and pipeline parallel for each of
     `SETS`. None: does not fit, or one stage."""
-    size, weights, _ = model_size(model)
+    size, weights = model_size(model)
     found: dict[tuple[str, int], list[float | None]] = {}
     for name, num_cards in product(CARDS, SIZES):
         cells = found[name, num_cards] = []
@@ -213,7 +213,7 @@ def change_table() -> list[str]:
 def exchange_table(model: str = "llama-70b", num_cards: int = 4) -> list[str]:
     """Return rows of the exchanges of a step, here and in vLLM. vLLM's were counted in the source of 0.32.0: files and
     lines are on the page."""
-    size, _, _ = model_size(model)
+    size, _ = model_size(model)
     rows = [
         ["tokens of a step", "logits", "all-reduces", "MB", "gather, MB", "vLLM: all-reduces", "MB", "all-gather, MB"],
         ["---:"] * 8,

@@ -3,8 +3,8 @@
 python -m tools.performance            # write them
 python -m tools.performance --check    # exit with 1 if one is stale
 
-A results file is the last line of `pipeline bench engine --json`, with an optional key `what` that describes the work.
-The plot takes its H200 figures from the page. It is SVG text, byte-identical for the same results, and follows
+A results file is the last line of `python -m benchmarks.engine --json`, with an optional key `what` that describes the
+work. The plot takes its H200 figures from the page. It is SVG text, byte-identical for the same results, and follows
 `prefers-color-scheme`.
 """
 
@@ -44,7 +44,7 @@ def load() -> dict[str, dict[str, Any]]:
     for path in sorted(RESULTS.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
         if data.get("bench") != "engine" or not {"command", "machine", "date", "dtype", "speeds"} <= set(data):
-            raise ValueError(f"{path}: expected the last line of `pipeline bench engine --json`")
+            raise ValueError(f"{path}: expected the last line of `python -m benchmarks.engine --json`")
         found[path.stem] = data
     return dict(sorted(found.items(), key=lambda item: item[1]["date"], reverse=True))
 

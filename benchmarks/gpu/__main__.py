@@ -34,8 +34,8 @@ from benchmarks.gpu.offload import offload_times
 from benchmarks.gpu.section import Found, Outcome, RunningSection, Section, Setting
 from benchmarks.gpu.steps import step_times
 from benchmarks.gpu.stopwatch import Rates, measure_rates
-from pipeline.bench.measure import facts_to_text, machine_facts, table
-from pipeline.bench.shapes import bench_model
+from benchmarks.measure import facts_to_text, machine_facts, table
+from benchmarks.shapes import bench_model
 from pipeline.machine.host import package_versions
 
 MODELS, SMOKE_MODELS = ("llama3-8b-awq", "qwen3-0.6b"), ("tiny-awq", "tiny")

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.kernels import SERVED, Work, time_works
 from benchmarks.gpu.section import Found, Setting
-from pipeline.bench.roofline import model_size
+from benchmarks.shapes import model_size
 from pipeline.kernels import experts as plain
 from pipeline.kernels.contract import AdapterTokens, Experts, Lora
 from pipeline.kernels.reference import reference_kernels

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.contenders import Peer, PeerTask
 from benchmarks.gpu.section import Found, Setting, launch_mixed_steps
-from pipeline.bench.engines.peer import Peer, PeerTask
-from pipeline.bench.measure import facts_to_text, table
-from pipeline.bench.request_sets import RequestSet, find_set, run_requests
-from pipeline.bench.shapes import bench_model
+from benchmarks.measure import facts_to_text, table
+from benchmarks.request_sets import RequestSet, find_set, run_requests
+from benchmarks.shapes import bench_model
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.startup.memory import free_cpu_bytes
@@ -181,7 +181,7 @@ def peer_jobs(setting: Setting, names: Sequence[str], python: str, ours_s: Mappi
     for mode in VLLM_MODES:
         name = "vllm" if mode is None else f"vllm, {mode}"
         with found.case(name), Peer("vllm", python, replace(task, performance_mode=mode)) as peer:
-            lines.append(f"{setting.model}, {name} ({facts_to_text(peer.about)}), alone on the card:")
+            lines.append(f"{setting.model}, {name} ({facts_to_text(peer.settings)}), alone on the card:")
             for each in sets:
                 wall_s = peer.run_set(each.name).wall_s
                 walls_s.setdefault(name, {})[each.name] = wall_s

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.section import Found, Setting
-from pipeline.bench.measure import table
+from benchmarks.measure import table
 from pipeline.kernels.contract import InputKernels
 from pipeline.kernels.select import select_kernels
 from tests.gpu.inputs import Heads, paged_step, random_int4

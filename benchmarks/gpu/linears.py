@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.kernels import difference
 from benchmarks.gpu.section import Found, Setting
-from pipeline.bench.measure import table
+from benchmarks.measure import table
 from pipeline.kernels.contract import Kernels, Linear
 from pipeline.kernels.reference import prepare_linear
 from pipeline.kernels.select import select_kernels

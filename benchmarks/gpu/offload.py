@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.section import Found, Setting
-from pipeline.bench.measure import table
-from pipeline.bench.shapes import bench_model
+from benchmarks.measure import table
+from benchmarks.shapes import bench_model
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.engine.forward.runner import DeviceContext

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.stopwatch import Rates, Stopwatch
-from pipeline.bench.roofline import model_size
+from benchmarks.shapes import model_size
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.schedule.step_plan import StepInput
@@ -37,7 +37,7 @@ EXIT_S = 20.0  # for a process to exit after closing its results; freeing a card
 class Setting:
     """Model and device of a section.
 
-    model: a shape of `pipeline.bench.shapes` or a checkpoint. traces: file to append traces to. rates: measured rates
+    model: a shape of `benchmarks.shapes` or a checkpoint. traces: file to append traces to. rates: measured rates
     of the device.
     """
 

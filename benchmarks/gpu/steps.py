@@ -21,9 +21,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.gpu.section import Found, Setting, launch_mixed_steps
 from benchmarks.gpu.trace import Trace, Traced, Window
-from pipeline.bench.measure import table
-from pipeline.bench.request_sets import FIRST_TOKEN
-from pipeline.bench.shapes import bench_model
+from benchmarks.measure import table
+from benchmarks.request_sets import FIRST_TOKEN
+from benchmarks.shapes import bench_model
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.runner import ModelRunner

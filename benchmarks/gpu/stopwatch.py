@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pipeline.bench.measure import fastest
+from benchmarks.measure import fastest
 from pipeline.engine.forward.graphs import CudaCapture
 from pipeline.errors import PipelineError
 

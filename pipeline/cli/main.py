@@ -10,7 +10,6 @@ import click
 
 from pipeline import __version__
 from pipeline.cli.commands import (
-    bench,
     checkpoints,
     cluster,
     completion,
@@ -79,7 +78,7 @@ COMMANDS = (
     ),
     *(cluster.submit, cluster.cancel, manifests.manifests),
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
-    *(bench.bench, completion.completion),
+    completion.completion,
 )
 for command in COMMANDS:
     cli.add_command(command)

@@ -4,18 +4,19 @@ import json
 import random
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.compare import Interval, main
+from benchmarks.compare import Interval, main, run_bench
 
 
 def environment(folder: Path, name: str, seconds: float) -> str:
-    """Write an executable that replaces an environment's Python: its `bench job` takes `seconds` for 1,000 tokens."""
+    """Write an executable that replaces an environment's Python: its job benchmark takes `seconds` for 1,000 tokens."""
     found = {"job": [{"work_s": seconds, "whole_s": 60.0}], "generated_tokens": 1000}
     path = folder / name
     path.write_text(
-        f"#!/bin/sh\ntest \"$*\" = '-m pipeline bench job --rows 8 --json' || exit 3\necho '{json.dumps(found)}'\n"
+        f"#!/bin/sh\ntest \"$*\" = '-m benchmarks.job --rows 8 --json' || exit 3\necho '{json.dumps(found)}'\n"
     )
     path.chmod(0o755)
     return str(path)
@@ -48,8 +49,23 @@ def test_a_version_that_fails_is_named_with_its_last_output(tmp_path: Path) -> N
     new.chmod(0o755)
     done = CliRunner().invoke(main, [old, str(new), "--bench", "job", "--options", "--rows 8"])
     assert done.exit_code == 1
-    assert f"{new} -m pipeline bench job" in done.stderr
+    assert f"{new} -m benchmarks.job" in done.stderr
     assert "no such bench" in done.stderr
+
+
+def test_a_checkout_is_measured_with_its_own_package_and_our_benchmarks(tmp_path: Path) -> None:
+    """The package of this checkout prints a result when it is imported, with its own folder or another one."""
+    for name in ("pipeline", "benchmarks"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise RuntimeError('benchmarks of the checkout')")
+    module = tmp_path / "pipeline" / "__init__.py"
+    printed = "import json, os\nfound = {'job': [{'work_s': 2.0, 'whole_s': 9.0}], 'generated_tokens': 1000}\n"
+    exits = "os.path.dirname(__file__)}), flush=True)\nos._exit(0)\n"
+    module.write_text(f"{printed}print(json.dumps({{**found, 'package': {exits}")
+    assert run_bench(tmp_path, "job", ()).seconds == {"work": 0.002, "whole process": 0.009}
+    module.write_text(f"{printed}print(json.dumps({{**found, 'package': '/other' + {exits}")
+    with pytest.raises(click.ClickException, match="imported /other"):
+        run_bench(tmp_path, "job", ())
 
 
 @pytest.mark.parametrize("size", [9, 15, 40])

@@ -10,14 +10,16 @@ from click.testing import CliRunner
 
 from benchmarks import ladder, plan, simulate
 from benchmarks.ladder import CONTINUOUS, INT4, ONE, SHARING, STATIC
+from benchmarks.request_sets import REQUEST_SETS
 from benchmarks.simulate import BLOCK_SIZE, Machine, SimulatedEngine, SimulatedRow, job_units
-from pipeline.bench.request_sets import REQUEST_SETS
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, simulate_job
 from pipeline.roofline.shares import MEASURED
 
 TINY = {
+    "engine": "--model tiny --requests 2 --rounds 1 --prompt-tokens 8 --output-tokens 2-4 --batch-sizes 2",
+    "speculation": "--text extractive --batch-sizes 1 --rows 1 --rounds 1",
     "choice": "--rows 3 --own-tokens 12 --rounds 1",
     "floor": "--model tiny --requests 4 --output-tokens 2-4",
     "grammar": "--rows 2 --rounds 1 --dtype float32",

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
-from pipeline.cli.main import cli
+from benchmarks import engine
 from tests.docs.pages import LOG
 from tools import performance
 from tools.generated import stale
@@ -35,7 +35,7 @@ def test_the_index_has_every_entry_of_the_log() -> None:
 
 def test_the_json_line_of_a_benchmark_is_a_results_file(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = "--model tiny --requests 2 --rounds 1 --prompt-tokens 8 --output-tokens 2-4 --batch-sizes 2 --json"
-    done = CliRunner().invoke(cli, ["bench", "engine", *options.split()])
+    done = CliRunner().invoke(engine.main, options.split())
     assert done.exit_code == 0, done.output
     (tmp_path / "of-today.json").write_text(done.stdout)
     monkeypatch.setattr(performance, "RESULTS", tmp_path)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.bench.shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Setup, diagnose, fit, job_checks, machine_checks, memory_of, speed

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.bench.roofline import find_card, model_size
+from benchmarks.shapes import model_size
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
@@ -28,6 +28,7 @@ from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.launch import Launch
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import read_config
+from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings
 from pipeline.roofline.shares import MEASURED
 from pipeline.weights.awq import AwqFormat
@@ -143,7 +144,7 @@ def test_sizes_of_captured_steps_waste_little() -> None:
 def test_mixed_steps_are_captured_where_launching_takes_longer_than_computing(
     card: str, model: str, expected: int
 ) -> None:
-    known, (size, weights, _) = find_card(card), model_size(model)
+    known, (size, weights) = find_card(card), model_size(model)
     ceilings = Ceilings.of_card(known, MEASURED)
     weights = weight_layout(weights, size, ceilings, crossover_of(known.compute_capability), 512, DENSE_BYTES)
     assert host_bound_tokens(size, weights, ceilings, 8192) == expected

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from pipeline.bench.shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from pipeline.cli.main import cli
 from pipeline.demo import demo_model
 from pipeline.engine.startup.memory import SLACK_BYTES

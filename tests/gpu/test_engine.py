@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.bench.shapes import bench_model
+from benchmarks.shapes import bench_model
 from pipeline.demo import demo_model
 from pipeline.engine.completion import Completion
 from pipeline.engine.config import EngineConfig

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.bench.roofline import model_size
+from benchmarks.shapes import model_size
 from pipeline.kernels import reference
 from pipeline.kernels.contract import Linear
 from pipeline.kernels.reference import reference_kernels
@@ -79,7 +79,7 @@ def paths_of(weight: LinearWeight, target: Target) -> dict[str, tuple[Prepare, P
 def test_linears_by_path(target: Target, name: str) -> None:
     wrong, random = [], torch.Generator(target.device).manual_seed(0)
     for model in target.models:
-        size, weights, _ = model_size(model)
+        size, weights = model_size(model)
         inputs, outputs = next((k, n) for each, k, n in size.linears() if each == name)
         int4 = random_int4(outputs, inputs, GROUP, torch.Generator().manual_seed(1))
         weight = int4 if weights.int4 else DenseWeight(int4.dequantize(target.dtype))
@@ -105,7 +105,7 @@ def test_linears_by_path(target: Target, name: str) -> None:
 def test_attention(target: Target, name: str, with_fp8: bool) -> None:
     counts, contexts, shared = STEPS[name][target.device.type == "cpu"]
     for model in target.models:
-        size, _, _ = model_size(model)
+        size, _ = model_size(model)
         heads, scale = Heads(size.heads, size.kv_heads, size.head_dim), size.head_dim**-0.5
         step = paged_step(counts, contexts, heads, target.dtype, target.device, with_fp8_cache=with_fp8, shared=shared)
         rows = some_rows(len(step.q_TND))

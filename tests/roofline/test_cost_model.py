@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.bench.shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from pipeline.errors import ConfigError
 from pipeline.roofline.cards import load_cards
 from pipeline.roofline.cost_model import (

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.bench.shapes import SHAPES
+from benchmarks.shapes import SHAPES
 from pipeline.demo import demo_model
 from pipeline.model.config import read_config
 from pipeline.model.sharding import exchanges_of_step

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeline.bench.request_sets import REQUEST_SETS
-from pipeline.bench.roofline import model_size
+from benchmarks.request_sets import REQUEST_SETS
+from benchmarks.shapes import model_size
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, DecoderSize, StepLoad, Weights, step_seconds
 from pipeline.roofline.job_simulation import Batching, simulate_job
@@ -28,7 +28,7 @@ which were timed with an older product. 0.6B: a vocabulary of 32,000."""
 
 
 def llama() -> tuple[DecoderSize, Weights]:
-    size, weights, _ = model_size("llama3-8b-awq")
+    size, weights = model_size("llama3-8b-awq")
     return size, replace(weights, cached=True, fused_tokens=64)
 
 
@@ -44,7 +44,7 @@ def test_a_job_takes_as_long_as_on_the_card_that_was_measured(job: str) -> None:
 def test_a_step_takes_as_long_as_on_the_card_that_was_measured(step: tuple[int, int]) -> None:
     rows, context = step
     tokens = StepLoad(np.ones(rows, dtype=np.int64), np.full(rows, context), rows)
-    small, dense, _ = model_size("qwen3-0.6b")
+    small, dense = model_size("qwen3-0.6b")
     models = (replace(small, vocab=32_000), dense), llama()
     for (size, weights), measured_ms in zip(models, STEPS_MS[step]):
         assert 1e3 * step_seconds(tokens, size, weights, H200).total_s == pytest.approx(measured_ms, rel=0.14)

@@ -1,22 +1,16 @@
 """The engine benchmark at a small size: it proves equal work, rounds alternate, peers follow their protocol."""
 
-import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from pipeline.bench.engines import comparison
-from pipeline.bench.engines import peer as peer_module
-from pipeline.bench.engines.comparison import bench_engine
-from pipeline.bench.engines.contenders import Agreement, ThisEngine, compare
-from pipeline.bench.engines.peer import Peer, PeerTask, parse_peer
-from pipeline.bench.request_sets import BenchRequest, workload
-from pipeline.bench.shapes import bench_model
-from pipeline.cli.main import cli
+from benchmarks import contenders
+from benchmarks.contenders import Agreement, Peer, PeerTask, ThisEngine, compare, parse_peer
+from benchmarks.engine import bench_engine
+from benchmarks.request_sets import BenchRequest, workload
+from benchmarks.shapes import bench_model
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.errors import ConfigError, EnvironmentFailed, PipelineError
@@ -37,7 +31,7 @@ def cache(tmp_path_factory):
 def _in_cache(cache, monkeypatch):
     monkeypatch.setenv("PIPELINE_CACHE", str(cache))
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    monkeypatch.setitem(peer_module.DRIVERS, "fake", "fake_peer")
+    monkeypatch.setitem(contenders.DRIVERS, "fake", "fake_peer")
 
 
 def test_a_small_benchmark_runs_end_to_end():
@@ -65,16 +59,15 @@ def test_a_small_benchmark_runs_end_to_end():
     assert static.faster.median == pytest.approx(ours.tokens_per_s.median / static.tokens_per_s.median)
     assert static.cpu_ratio.median > 0
     assert by_name["fake"].cpu_ratio is None
-    assert "CPU time of transformers.generate" in found.to_text()
     assert set(found.trials) == {2, 6}
     assert found.strict
     tokens = sum(n.prompt + n.output - 1 for n in workload(6, 20, (3, 8)).lengths())
     assert found.computed_tokens == tokens
     assert found.peers["fake"] == {"threads": str(found.settings["num_threads"]), "dtype": "float32", "sets": "4"}
-    text = found.to_text()
+    text = "\n".join(found.to_lines())
+    assert "CPU time of transformers.generate" in text
     assert "AWQ int4" in text
     assert "6 requests" in text
-    assert json.loads(json.dumps(found.to_json()))["bench"] == "engine"
     assert "round 1, one request: this engine" in logged
 
 
@@ -97,7 +90,7 @@ def test_rows_of_the_demonstration_job_end_by_themselves():
     static = found.speeds[1]
     assert static.agreement.equal_requests + static.agreement.near_ties == 9
     assert 9 * 20 < static.agreement.compared_tokens < 9 * 96
-    assert "4 rows of the demonstration job" in found.to_text()
+    assert "4 rows of the demonstration job" in found.work
 
 
 def test_tokens_are_equal_or_diverge_at_a_near_tie():
@@ -140,31 +133,3 @@ def test_peers_are_named():
             parse_peer(wrong)
     with pytest.raises(ConfigError, match="at least 1"):
         bench_engine("tiny", batch_sizes=(0,))
-
-
-def test_drivers_are_shipped_and_import_nothing_of_ours():
-    for module in (*peer_module.DRIVERS.values(), "serve"):
-        if module != "fake_peer":
-            source = (peer_module.PEERS / f"{module}.py").read_text()
-            compile(source, module, "exec")
-            assert "import pipeline" not in source
-            assert "from pipeline" not in source
-
-
-def test_the_command(monkeypatch):
-    given = {}
-    result = SimpleNamespace(to_text=lambda: "a table", to_json=lambda: {"bench": "engine"})
-    monkeypatch.setattr(comparison, "bench_engine", lambda **options: given.update(options) or result)
-
-    def bench(*arguments):
-        return CliRunner().invoke(cli, ["bench", "engine", *arguments])
-
-    answer = bench("--batch-sizes", "2,4", "--output-tokens", "3-9", "--peer", f"vllm={sys.executable}")
-    assert answer.exit_code == 0, answer.output
-    table, line = answer.stdout.split("\n\n")
-    assert (table, set(json.loads(line))) == ("a table", {"command", "date", "bench"})
-    assert (given["batch_sizes"], given["output_tokens"], given["model"]) == ((2, 4), (3, 9), "qwen3-0.6b")
-    assert given["peers"] == [("vllm", sys.executable)]
-    assert json.loads(bench("--batch-sizes", "none", "--json").stdout)["bench"] == "engine"
-    assert given["batch_sizes"] == ()
-    assert bench("--output-tokens", "many").exit_code == 2

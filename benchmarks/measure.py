@@ -72,8 +72,8 @@ def table(columns: str, rows: Iterable[Sequence[object]]) -> list[str]:
     return format_table(map(cells, rows), head=head, sides="".join(spec[0] for spec in formats)).split("\n")
 
 
-def last_line(command: list[str], environment: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Run a process and return its last output line, parsed as JSON. `environment` defaults to this process's.
+def last_line(command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Run a process and return its last output line, parsed as JSON.
 
     Raises PipelineError with the end of its standard error when it fails.
     """

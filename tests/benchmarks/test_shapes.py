@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from pipeline.bench import shapes
-from pipeline.bench.shapes import bench_model, dequantized
+from benchmarks import shapes
+from benchmarks.shapes import bench_model, dequantized, model_size
 from pipeline.errors import ConfigError
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
@@ -25,7 +25,8 @@ def test_every_tensor_is_used_and_the_tokenizer_has_the_vocabulary(tmp_path, nam
     model = bench_model(name, str(tmp_path))
     config = read_config(model.folder)
     assert (config.quantization is not None) == name.endswith("awq")
-    assert "random weights" in model.about
+    assert "random weights" in model.description
+    assert model_size(name) == (config.size, config.weights_on_card())
     reader = WeightReader(model.folder, config)
     reader.embedding()
     assert len(list(reader.layers())) == config.num_layers

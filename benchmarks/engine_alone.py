@@ -1,6 +1,6 @@
-"""Run a job's rows through the same engine without Ray. `bench job` compares the job with this process.
+"""Run a job's rows through the same engine without Ray. `benchmarks.job` compares the job with this process.
 
-    python -m pipeline.bench.engine_alone JOB.yaml
+    python -m benchmarks.engine_alone JOB.yaml
 
 Reads, renders, orders and tokenizes rows with the job's own stages, adds all of them to the engine and steps it until
 every row has finished. Prints one JSON object. Writes no files.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator
 from itertools import pairwise
 
-from pipeline.bench.job import answer_digest
+from benchmarks.job import answer_digest
 from pipeline.config import load_job
 from pipeline.data.units import window_units
 from pipeline.engine.engine import Engine

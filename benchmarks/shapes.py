@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from pipeline.errors import ConfigError, OutputError
 from pipeline.machine.caches import cache_root
 from pipeline.model.config import read_config
 from pipeline.model.load import Checkpoint
-from pipeline.roofline.cost_model import DecoderSize, ExpertSize
+from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
 from pipeline.weights.awq import SUFFIXES, AwqFormat
 from pipeline.weights.tensor_reader import StoredLinear
 
@@ -132,12 +132,21 @@ SHAPES = {
 NAMES = (*SHAPES, *(f"{name}-awq" for name in SHAPES))
 
 
+def model_size(name: str) -> tuple[DecoderSize, Weights]:
+    """Return the sizes and weights of a shape, without writing it, or of a checkpoint."""
+    if name in NAMES:
+        weights = replace(AWQ, group_size=GROUP) if name.endswith("-awq") else DENSE
+        return SHAPES[name.removesuffix("-awq")].size, weights
+    config = read_config(locate_model(name))
+    return config.size, config.weights_on_card()
+
+
 @dataclass(frozen=True)
 class BenchModel:
     """Checkpoint folder to measure, and its description."""
 
     folder: Path
-    about: str
+    description: str
 
 
 def bench_model(name: str, folder: str | None = None, log: Callable[[str], None] = lambda text: None) -> BenchModel:

@@ -1,12 +1,8 @@
 """Benchmark of speculative decoding: equal work in every mode, and figures of its own steps."""
 
-import json
-
 import pytest
-from click.testing import CliRunner
 
-from pipeline.bench.speculation import AGAIN, AUTO, DRAFT, NGRAM, PLAIN, _SpeculationRun, _way, bench_speculation
-from pipeline.cli.main import cli
+from benchmarks.speculation import AGAIN, AUTO, DRAFT, NGRAM, PLAIN, _SpeculationRun, _way, bench_speculation
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError
 
@@ -23,16 +19,6 @@ def test_every_mode_gives_the_same_tokens() -> None:
     assert min(lookup.draft_steps, draft.draft_steps) > 0.5
     assert min(lookup.tokens_per_step, draft.tokens_per_step) > 1.2
     assert all(0.0 < way.tail_s[0] <= way.seconds[0] for way in batch.ways)
-    assert json.loads(json.dumps(result.to_json()))["batches"][0]["rows"] == 3
-
-
-def test_the_command_prints_a_table_and_json() -> None:
-    args = ["bench", "speculation", "--batch-sizes", "1", "--rows", "1", "--rounds", "1", "--text", "extractive"]
-    done = CliRunner().invoke(cli, args)
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
-    assert any(line.split()[:2] == ["1", "auto"] for line in lines)
-    assert json.loads(lines[-1])["bench"] == "speculation"
 
 
 def test_tokens_that_differ_from_plain_decoding_are_an_error_in_float32() -> None:

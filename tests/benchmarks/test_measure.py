@@ -1,10 +1,11 @@
 """Figures computed from rounds, and the tables that show them."""
 
+import os
 import sys
 
 import pytest
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, last_line, machine_facts, ratio, table
+from benchmarks.measure import Spread, alternating, facts_to_text, last_line, machine_facts, ratio, table
 from pipeline.errors import PipelineError
 
 
@@ -19,9 +20,9 @@ def test_columns_of_a_table_never_run_together():
 
 
 def test_a_process_returns_its_last_line_and_an_error_shows_its_last_output():
-    assert last_line([sys.executable, "-c", "print('a banner'); print('{\"s\": 1}')"]) == {"s": 1}
+    assert last_line([sys.executable, "-c", "print('a banner'); print('{\"s\": 1}')"], os.environ) == {"s": 1}
     with pytest.raises(PipelineError, match=r"exited with code 1: (.|\n)*no such job"):
-        last_line([sys.executable, "-c", "raise SystemExit('no such job')"])
+        last_line([sys.executable, "-c", "raise SystemExit('no such job')"], os.environ)
 
 
 def test_figures():

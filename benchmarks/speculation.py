@@ -1,5 +1,9 @@
 """Compare speculative with plain decoding on the same rows at several batch sizes, with forced and automatic drafts.
 
+    python -m benchmarks.speculation
+    python -m benchmarks.speculation --text extractive --batch-sizes 1,8
+    python -m benchmarks.speculation --batch-sizes 1 --rows 2 --rounds 1
+
 All modes run on one engine, since the location of its memory changes times by a few percent. They differ in proposer
 and policy. Rows are scheduled as in a job: a full batch, a new row whenever one finishes, and a shrinking tail. Modes
 alternate within a round, and each round has other rows. Each mode has its own proposers, and the prefix cache is
@@ -14,7 +18,10 @@ from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+import click
+
+from benchmarks.measure import Spread, alternating, facts_to_text, machine_facts, ratio, table, use_threads
+from benchmarks.script import json_flag, parse_sizes, progress, report, script, shared_options
 from pipeline.checkpoints.locate import locate_model
 from pipeline.demo.reports import make_report
 from pipeline.engine.config import EngineConfig
@@ -30,7 +37,10 @@ from pipeline.engine.stats import EngineStats
 from pipeline.errors import ConfigError, PipelineError
 
 PLAIN, NGRAM, DRAFT, AUTO, AGAIN = "plain", "lookup, forced", "draft model, forced", "auto", "plain again"
-TEXTS = ("reports", "extractive")
+TEXTS = {
+    "reports": "those of the demonstration job",
+    "extractive": "a report with its summary, then the same report again, so that the prompt contains the answer",
+}
 OUTPUT_TOKENS = 96  # as in the demonstration job
 MIN_EQUAL = 0.98  # share of the rows; a near-tie of two logits may resolve differently at another batch size
 
@@ -73,14 +83,11 @@ class SpeculationBench:
     batches: tuple[BatchSpeculation, ...]
     machine: dict[str, str]
 
-    def to_json(self) -> dict[str, Any]:
-        return {"bench": "speculation", **asdict(self)}
-
-    def to_text(self) -> str:
+    def to_lines(self) -> list[str]:
         lines = [
             f"{self.model} with and without drafts of up to {self.max_draft_tokens} tokens, from the draft model "
             f"{self.draft} or n-gram lookup; {self.dtype}.",
-            f"Rows: {_TEXT_DESCRIPTIONS[self.text]}; greedy, until EOS or {OUTPUT_TOKENS} tokens.",
+            f"Rows: {TEXTS[self.text]}; greedy, until EOS or {OUTPUT_TOKENS} tokens.",
             facts_to_text(self.machine),
             f"Rounds: {self.rounds}, in alternating order, with other rows in each; medians (lowest to highest); "
             "ratios within a round.",
@@ -97,8 +104,7 @@ class SpeculationBench:
                 rows.append((batch.batch, way.name, speed, *by_plain, way.tokens_per_step, *drafted, equal))
         columns = "at once >7 | mode <8 | tokens/s >8,.0f | speedup >19 | speedup of tail >19 | tokens/step >11.2f"
         lines += table(f"{columns} | steps drafted >13.0% | accepted >8.0% | equal >8", rows)
-        lines += ["", "speedup: relative to plain decoding. tail: after the last waiting row was scheduled."]
-        return "\n".join(lines)
+        return [*lines, "", "speedup: relative to plain decoding. tail: after the last waiting row was scheduled."]
 
 
 def bench_speculation(
@@ -191,12 +197,6 @@ def _draftings(engine: Engine, max_drafts: int) -> dict[str, SpecDecoder | None]
     }
 
 
-_TEXT_DESCRIPTIONS = {
-    "reports": "those of the demonstration job",
-    "extractive": "a report with its summary, then the same report again, so that the prompt contains the answer",
-}
-
-
 def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request]:
     """Return the rows of one round. Each round has other rows."""
     index = itertools.count(1000 * number * num_rows)
@@ -262,3 +262,24 @@ def _way(name: str, runs: list[_SpeculationRun], plain: list[_SpeculationRun], s
         acceptance=accepted / drafted if drafted else 0.0,
         equal=equal,
     )
+
+
+@script(__doc__)
+@click.option("--model", default="demo:target-awq", show_default=True, metavar="PATH", help="Target model.")
+@click.option("--draft", default="demo:draft", show_default=True, metavar="PATH", help="Draft model.")
+@click.option("--text", type=click.Choice(tuple(TEXTS)), default="reports", show_default=True,
+              help="Rows of the demonstration job, or rows whose prompt contains the answer.")  # fmt: skip
+@click.option("--batch-sizes", metavar="N,N", default="1,8,32,128", show_default=True, callback=parse_sizes,
+              help="Rows that run at once.")  # fmt: skip
+@click.option("--rows", type=click.IntRange(min=1), help="Rows of a round; default: twice the batch size, at least 32.")
+@click.option("--max-draft-tokens", type=click.IntRange(1, 32), default=6, show_default=True,
+              help="Maximum draft tokens of a row in one step.")  # fmt: skip
+@shared_options(rounds=3, dtype="auto", threads=None)
+@json_flag
+def main(as_json: bool, **options: Any) -> None:
+    found = bench_speculation(log=progress, **options)
+    report("speculation", asdict(found), found.to_lines(), as_json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,8 @@
-"""Compare a whole job, Parquet to Parquet through Ray, with the engine alone on the same rows.
+"""Compare a whole job, Parquet to Parquet, with the engine alone on the same rows.
+
+    python -m benchmarks.job
+    python -m benchmarks.job --model qwen3-0.6b --rows 64 --rounds 1
+    python -m benchmarks.job --server http://localhost:8000/v1    # also the same job computed by a running server
 
 Each round starts both processes cold, in alternating order: `pipeline run`, and `engine_alone`, which reads, renders
 and tokenizes the same rows with the job's own stages and steps the same engine without Ray, parts or an engine
@@ -21,15 +25,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.bench.measure import Spread, alternating, facts_to_text, last_line, machine_facts, ratio, table
-from pipeline.bench.request_sets import REPORT_TOKENS, workload
-from pipeline.bench.shapes import NAMES, bench_model
+from benchmarks.measure import Spread, alternating, facts_to_text, last_line, machine_facts, ratio, table
+from benchmarks.request_sets import REPORT_TOKENS, workload
+from benchmarks.script import json_flag, progress, report, script, shared_options
+from benchmarks.shapes import NAMES, bench_model
 from pipeline.data.output.parts import PartStore
 from pipeline.demo.reports import make_report
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import PipelineError
 from pipeline.job.telemetry.run_log import load_runs
 from pipeline.machine.host import available_cores
 from pipeline.machine.interpreter import child_environment
@@ -37,9 +43,6 @@ from pipeline.report.record.run_record import RunRecord
 
 ROW_GROUP = 128
 NUM_FILES = 4
-MAX_MODEL_LEN = 1024  # passed to a peer, which may reserve memory for it; the longest report has under 700 tokens
-SERVER = "server"  # a peer: the same job, computed by a running server of the same model
-PEERS = {"ray-llm": Path(__file__).parent / "peers" / "ray_llm_driver.py"}
 
 PHASES = {
     "startup_s": "start-up (Ray, processes, imports)",
@@ -55,16 +58,16 @@ Row = tuple[str, int]  # source file, source row
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one run. None: the peer does not report it.
+    """Seconds of one run.
 
     idle_s: part of work_s in which no engine stepped. whole_s: the whole process, including Python's start and exit.
     tokens_per_s: generated tokens per second of work_s.
     """
 
     startup_s: float
-    load_s: float | None
+    load_s: float
     work_s: float
-    idle_s: float | None
+    idle_s: float
     end_s: float
     whole_s: float
     tokens_per_s: float
@@ -72,7 +75,7 @@ class Times:
 
 @dataclass(frozen=True)
 class JobBench:
-    about: str
+    description: str
     rows: int
     prompt_tokens: int
     cached_tokens: int
@@ -80,7 +83,7 @@ class JobBench:
     dtype: str
     job: tuple[Times, ...]
     engine: tuple[Times, ...]
-    peers: dict[str, tuple[Times, ...]]
+    server: tuple[Times, ...]  # empty if there is none
     equal_rows: int  # rows with the same completion in every run of the job and of the engine
     equal_rows_of_server: int  # rows for which a server has the same completion as the job
     machine: dict[str, str]
@@ -91,35 +94,32 @@ class JobBench:
         return ratio([t.work_s for t in self.job], [t.work_s for t in self.engine])
 
     def to_json(self) -> dict[str, Any]:
-        peers = {name: asdict(self._by_job(name)) for name in self.peers}
-        return {"bench": "job", **asdict(self), "job_by_engine": asdict(self.ratio), "peer_by_job": peers}
+        return {**asdict(self), "job_by_engine": asdict(self.ratio)}
 
-    def to_text(self) -> str:
-        names = ["job", "engine alone", *self.peers]
-        runs = [self.job, self.engine, *self.peers.values()]
+    def to_lines(self) -> list[str]:
+        runs = {"job": self.job, "engine alone": self.engine} | ({"server": self.server} if self.server else {})
         lines = [
-            f"The job, Parquet to Parquet, and the engine alone: {self.about}, {self.dtype}.",
+            f"The job, Parquet to Parquet, and the engine alone: {self.description}, {self.dtype}.",
             f"{self.rows:,} rows, {self.prompt_tokens:,} prompt tokens ({self.cached_tokens:,} of them from the job's "
             f"prefix cache), {self.generated_tokens:,} generated tokens; greedy. Seconds: median (lowest to highest) "
             f"of {len(self.job)} cold runs each, in alternating order.",
             facts_to_text(self.machine),
             "",
         ]
-        rows = [(label, *(_cell([vars(t)[field] for t in times]) for times in runs)) for field, label in PHASES.items()]
-        rates = (Spread.from_values([t.tokens_per_s for t in times]).to_text(0) for times in runs)
-        columns = " | ".join([" <36", *(f"{name} >27" for name in names)])
+        rows = [
+            (label, *(Spread.from_values([vars(t)[field] for t in times]).to_text() for times in runs.values()))
+            for field, label in PHASES.items()
+        ]
+        rates = (Spread.from_values([t.tokens_per_s for t in times]).to_text(0) for times in runs.values())
+        columns = " | ".join([" <36", *(f"{name} >27" for name in runs)])
         lines += table(columns, [*rows, ("generated tokens/s, during work", *rates)])
         lines += ["", f"Job's work time / engine's: {self.ratio.to_text(3)}."]
-        lines += [f"{name}'s work time / job's: {self._by_job(name).to_text(2)}." for name in self.peers]
         lines.append(f"Equal completions in all runs of job and engine: {self.equal_rows:,} of {self.rows:,} rows.")
-        if SERVER in self.peers:
-            lines.append(
-                f"The server's completions equal to the job's: {self.equal_rows_of_server:,} of {self.rows:,}."
-            )
-        return "\n".join(lines)
-
-    def _by_job(self, peer: str) -> Spread:
-        return ratio([t.work_s for t in self.peers[peer]], [t.work_s for t in self.job])
+        if self.server:
+            by_job = ratio([t.work_s for t in self.server], [t.work_s for t in self.job])
+            lines.append(f"Server's work time / job's: {by_job.to_text()}.")
+            lines.append(f"Server's completions equal to the job's: {self.equal_rows_of_server:,} of {self.rows:,}.")
+        return lines
 
 
 def bench_job(
@@ -128,45 +128,38 @@ def bench_job(
     rounds: int = 3,
     dtype: str = "auto",
     output_tokens: tuple[int, int] = (16, 128),
-    peers: Mapping[str, str] | None = None,
+    server: str | None = None,
     folder: str | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> JobBench:
     """Measure `model` (a shape of `shapes.NAMES`, an embedded model or a path) over `rows` reports.
 
-    output_tokens: bounds of the output tokens that each row of a random shape requests. peers: a name of PEERS -> the
-    Python that runs it, or SERVER -> its url. folder: holds the shapes' checkpoints. Raises PipelineError when a run
-    fails, or when float32 completions of job and engine differ.
+    output_tokens: bounds of the output tokens that each row of a random shape requests. server: url of a running server
+    of the same model. folder: holds the shapes' checkpoints. Raises PipelineError when a run fails, or when float32
+    completions of job and engine differ.
     """
-    peers = dict(peers or {})
-    if unknown := set(peers) - {SERVER, *PEERS}:
-        raise ConfigError(f"--peer {min(unknown)}: expected {', '.join((SERVER, *PEERS))}")
     assert min(rows, rounds) >= 1
     machine = machine_facts()
     bench = bench_model(model, folder, log)
     with tempfile.TemporaryDirectory(prefix="bench-job-") as made:
         work_folder = Path(made)
         job_file = _write_job(work_folder, bench.folder, rows, dtype, output_tokens if model in NAMES else None)
-        runs: dict[str, list[_Run]] = {name: [] for name in ("job", "engine", *peers)}
+        runs: dict[str, list[_Run]] = {name: [] for name in ("job", "engine", *(["server"] if server else []))}
         for number, order in enumerate(alternating(list(runs), rounds), 1):
             for name in order:
                 log(f"round {number} of {rounds}: {name}")
-                if name == "job":
-                    runs[name].append(_run_job(job_file, work_folder / f"out-{number}"))
-                elif name == "engine":
+                if name == "engine":
                     runs[name].append(_run_engine(job_file))
-                elif name == SERVER:
-                    runs[name].append(_run_job(_of_server(job_file, peers[name]), work_folder / f"{name}-{number}"))
                 else:
-                    output = work_folder / f"{name}-{number}"
-                    runs[name].append(_run_peer(peers[name], PEERS[name], job_file, output, runs["job"][0]))
+                    file = job_file if name == "job" else _of_server(job_file, str(server))
+                    runs[name].append(_run_job(file, work_folder / f"{name}-{number}"))
     first = runs["job"][0]
     ours = runs["job"] + runs["engine"]
     equal = sum(all(run.answers.get(row) == answer for run in ours) for row, answer in first.answers.items())
     if first.dtype == "float32" and (equal < rows or len(first.answers) != rows):
         raise PipelineError(f"{rows - equal} of {rows} float32 completions of the job and of the engine alone differ")
     return JobBench(
-        bench.about,
+        bench.description,
         rows,
         first.prompt_tokens,
         first.cached_tokens,
@@ -174,11 +167,9 @@ def bench_job(
         first.dtype,
         tuple(run.times for run in runs["job"]),
         tuple(run.times for run in runs["engine"]),
-        {name: tuple(run.times for run in runs[name]) for name in peers},
+        tuple(run.times for run in runs.get("server", [])),
         equal,
-        sum(runs[SERVER][0].answers.get(row) == answer for row, answer in first.answers.items())
-        if SERVER in peers
-        else 0,
+        sum(runs["server"][0].answers.get(row) == answer for row, answer in first.answers.items()) if server else 0,
         machine,
     )
 
@@ -190,12 +181,7 @@ class _Run:
     cached_tokens: int
     generated_tokens: int
     dtype: str
-    answers: Mapping[Row, str]  # digest of each completion; empty for a peer
-
-
-def _cell(seconds: list[float | None]) -> str:
-    known = [value for value in seconds if value is not None]
-    return Spread.from_values(known).to_text() if known else "not reported"
+    answers: Mapping[Row, str]  # digest of each completion
 
 
 def answer_digest(text: str, num_tokens: int, finish_reason: str) -> str:
@@ -275,7 +261,7 @@ def _times_of(run: RunRecord, whole_s: float) -> Times:
 def _run_engine(job_file: Path) -> _Run:
     threads = str(available_cores())  # the same as a job with one actor gives its engine
     result, whole_s = _measured(
-        [sys.executable, "-m", "pipeline.bench.engine_alone", str(job_file)],
+        [sys.executable, "-m", "benchmarks.engine_alone", str(job_file)],
         child_environment(OMP_NUM_THREADS=threads, MKL_NUM_THREADS=threads, NUMBA_NUM_THREADS=threads),
     )
     startup_s = whole_s - result["load_s"] - result["tokenize_s"] - result["work_s"] - result["end_s"]
@@ -290,36 +276,20 @@ def _run_engine(job_file: Path) -> _Run:
     )
 
 
-def _run_peer(python: str, driver: Path, job_file: Path, output: Path, ours: _Run) -> _Run:
-    """Run a peer in its own environment on the job's input and in the dtype of `ours`.
-
-    Raises PipelineError when it completed a different amount of work.
-    """
-    job = json.loads(job_file.read_text())
-    request = {
-        "model": job["model"]["path"],
-        "input": job["input"]["path"],
-        "output": str(output),
-        "dtype": ours.dtype,
-        "ignore_eos": job["sampling"]["ignore_eos"],
-        "threads": available_cores(),
-        "max_model_len": MAX_MODEL_LEN,
-    }
-    request_file = output.with_suffix(".json")
-    request_file.write_text(json.dumps(request))
-    result, whole_s = _measured([python, str(driver), str(request_file)])
-    tokens = result["generated_tokens"]
-    if result["rows"] != len(ours.answers) or (request["ignore_eos"] and tokens != ours.generated_tokens):
-        raise PipelineError(
-            f"{driver.stem} completed {result['rows']} rows with {tokens} tokens, the job {len(ours.answers)} with "
-            f"{ours.generated_tokens}: they cannot be compared"
-        )
-    startup_s, work_s = result["startup_s"], result["work_s"]
-    times = Times(startup_s, None, work_s, None, max(0.0, whole_s - startup_s - work_s), whole_s, tokens / work_s)
-    return _Run(times, result["prompt_tokens"], 0, tokens, result["dtype"], {})
-
-
-def _measured(command: list[str], environment: Mapping[str, str] | None = None) -> tuple[dict[str, Any], float]:
+def _measured(command: list[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], float]:
     """Return the JSON of a process's last line, and the process's seconds."""
     began = time.perf_counter()
     return last_line(command, environment), time.perf_counter() - began
+
+
+@script(__doc__)
+@shared_options(model="demo:target-awq", rows=512, rounds=3, dtype="auto", output_tokens="16-128", folder=None)
+@click.option("--server", metavar="URL", help="Also run the job on a running server of the same model.")
+@json_flag
+def main(as_json: bool, **options: Any) -> None:
+    found = bench_job(log=progress, **options)
+    report("job", found.to_json(), found.to_lines(), as_json)
+
+
+if __name__ == "__main__":
+    main()

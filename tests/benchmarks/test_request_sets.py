@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pipeline.bench.request_sets import FIRST_TOKEN, REQUEST_SETS, Lengths, workload
+from benchmarks.request_sets import FIRST_TOKEN, REQUEST_SETS, Lengths, workload
 from pipeline.errors import ConfigError
 
 WORK = workload(48, 120, (16, 128))

@@ -1,1 +1,0 @@
-"""This engine against `transformers.generate` and other engines on the same requests."""
