@@ -35,17 +35,8 @@ class Grouped(click.Command):
             formatter.write_dl(list(shown.values()))
 
 
-FORMER_COMMANDS = {"render": "Use `manifests` instead.", "submissions": "Use `ray job list` instead."}
-
-
 class Commands(click.Group):
-    """A group that lists the whole first sentence of each command (click cuts it short) and points former names of
-    commands to the new ones."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        if args[0] in FORMER_COMMANDS and not ctx.resilient_parsing:
-            ctx.fail(f"No such command {args[0]!r}. {FORMER_COMMANDS[args[0]]}")
-        return super().resolve_command(ctx, args)
+    """A group that lists the whole first sentence of each command; click cuts it short."""
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         shown = {name: self.commands[name].get_short_help_str(limit=200) for name in self.list_commands(ctx)}

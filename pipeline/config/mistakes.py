@@ -4,50 +4,39 @@ Messages never repeat values of storage options, which may be secrets.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config.jobfile import Document, KeyPath, Mistake, dotted
-from pipeline.config.sections.kubernetes import FORMER_KEYS
-from pipeline.config.values import UNION_TAGS, VALUE
+from pipeline.config.values import UNION_TAGS, VALUE, FromColumn
 from pipeline.formatting import nearest
 
 # Keys of other systems, refused with a hint.
 _NOT_YET = "not supported yet"
 _KNOWN_ELSEWHERE = {
-    "tensor_parallel_size": "named engine.tensor_parallel_size here",
     "pipeline_parallel_size": "pipeline parallelism is not supported; engine.tensor_parallel_size divides a model over "
     "several GPUs, and run.actors runs copies of it (docs/parallel.md)",
     "data_parallel_size": "run.actors sets how many copies of the model run",
     "quantization": "named model.quantization here; quantized checkpoints need no key",
     "trust_remote_code": "code from a checkpoint is never run",
     "max_new_tokens": "named sampling.max_tokens here",
-    "n": "named sampling.n here",
-    "generation_config": "named sampling.generation_config here: none or model",
     "best_of": f"{_NOT_YET}: sampling.n returns all completions of a row",
     "swap_space": "not needed: preempted sequences are computed again",
-    "prompt_logprobs": "named sampling.prompt_logprobs here",
     **{
         f"guided_{kind}": f"named sampling.structured_outputs: {{{kind}: ...}} here"
         for kind in ("json", "choice", "regex", "grammar")
     },
-    "structured_outputs": "named sampling.structured_outputs here",
     "response_format": "write sampling.structured_outputs: {json: SCHEMA}, or {json_object: true}",
     "logit_bias": _NOT_YET,
-    "hourly_price": "named cost.hourly_usd here",
     "speculative_config": "named speculation here: {method, model, num_speculative_tokens}",
-    "speculation": "a section of its own: speculation: {method, model, num_speculative_tokens}",
-    "draft": "named speculation.model here, with method: draft_model",
-    "proposer": "named speculation.method here: auto, off, lookup or draft_model",
-    "max_draft_tokens": "named speculation.num_speculative_tokens here",
     "concurrency": "named run.actors here: how many copies of the model run",
     "batch_size": "not needed: batches are formed at each step; engine.max_num_seqs limits rows at once, "
     "output.rows_per_file rows of an output file",
     "model_source": "named model.path here",
     "chat_template": "named prompt.chat.template here: a file",
     "chat_template_kwargs": "named prompt.chat.template_kwargs here",
-    "args": "named template_kwargs here",
     "reasoning_parser": "named sampling.reasoning here: auto, or {start, end}",
     "reasoning_config": "named sampling.reasoning here: auto, or {start, end}",
     "thinking_budget": "named sampling.thinking_token_budget here",
@@ -57,46 +46,6 @@ _KNOWN_ELSEWHERE = {
     "model_revision": "named model.revision here",
     "input_path": "named input.path here",
     "output_path": "named output.path here",
-    **FORMER_KEYS,
-}
-# Keys of earlier versions, dotted, and their replacements.
-FORMER: dict[str, str] = {
-    "params": "named vars now",
-    "choice": "write task: {type: choice, labels: [...]}",
-    "score": "write task: {type: score, completion: ...}",
-    "embed": "write task: {type: embed, ...}",
-    "classify": "write task: {type: classify, ...}",
-    "input.storage": "write storage_options: {s3: {...}}, by the prefix of the url",
-    "model.storage": "write storage_options: {s3: {...}}, by the prefix of the url",
-    "output.storage": "write storage_options: {s3: {...}}, by the prefix of the url",
-    "model.trust": "code from a checkpoint is never run: remove it",
-    "prompt.defaults": "named prompt.fill_null now",
-    "prompt.max_bytes": "a constant now, 8 MiB; engine.max_model_len limits a prompt's tokens",
-    "prompt.chat.add_generation_prompt": "follows from the task now: none for embed and classify, else one",
-    "engine.block_size": "chosen for the device now; EngineConfig has it in Python",
-    "engine.kernels": "chosen for the device now; EngineConfig has it in Python",
-    "engine.enable_prefix_caching": "always on now; EngineConfig has it in Python",
-    "engine.seed": "named sampling.seed now",
-    "sampling.defaults": "named sampling.generation_config now: none or model",
-    "run.unit_rows": "named output.rows_per_file now",
-    "run.unit_tokens": "a constant now; output.rows_per_file limits the rows of a unit",
-    "run.window_bytes": "a constant now; run.window_rows limits the rows of a window",
-    "run.units_in_flight": "chosen from the batch limits now",
-    "run.drain_s": "named run.drain_timeout now, such as 60 s",
-    "run.step_timeout_s": "named run.stall_timeout now, such as 5 min",
-    "run.load_timeout_s": "follows from run.stall_timeout now",
-    "run.progress_timeout_s": "follows from run.stall_timeout now",
-    "run.quality_sample": "named quality.sample now",
-    "run.ray": "write run.ray_address: local to start Ray for every job",
-    "run.metrics_address": "a flag now: pipeline run --metrics HOST:PORT",
-    "targets.exit_code": "a flag now: pipeline run --target-exit-code CODE",
-    "targets.notify": "named run.notify now",
-    "targets.max_error_rate": "write run.max_error_rate, which stops the job",
-    "targets.max_row_p95_s": "named targets.max_row_p95 now, such as 2 min",
-    **{
-        f"targets.{key}": "not a target now; the report shows the figure"
-        for key in ("max_usd_per_1m_prompt", "min_kv_used", "max_row_p50_s", "max_row_p99_s", "max_first_token_p95_s")
-    },
 }
 _EXPECTED = {
     "int_type": "an integer",
@@ -144,21 +93,23 @@ def _unknown_key(path: KeyPath, root: type[BaseModel]) -> tuple[str, str]:
     name = str(path[-1])
     section = section_at(root, path[:-1])
     names = list(section.model_fields) if section else []
-    if dotted(path) in FORMER:
-        return "unknown key", FORMER[dotted(path)]
     if name in _KNOWN_ELSEWHERE:
         return "unknown key", _KNOWN_ELSEWHERE[name]
-    homes = [
-        f"{other}.{name}"
-        for other, field in root.model_fields.items()
-        if name in getattr(model_of(field.annotation), "model_fields", {})
-    ]
-    meant = " or ".join(
-        f"`{home}`" for home in homes
-    )  # the same name in another section before a similar name in this one
+    # the same name in another section before a similar name in this one
+    meant = " or ".join(f"`{home}`" for home in _homes(root, name))
     if not meant and (similar := nearest(name, names)):
         meant = f"`{similar}`"
     return "unknown key", f"Did you mean {meant}?" if meant else f"Known here: {', '.join(names)}."
+
+
+def _homes(section: type[BaseModel], name: str) -> Iterator[str]:
+    """Yield the dotted keys of a section whose last part is `name`."""
+    for key, field in section.model_fields.items():
+        if key == name:
+            yield key
+        inner = model_of(field.annotation)
+        if inner is not None and not issubclass(inner, FromColumn):
+            yield from (f"{key}.{home}" for home in _homes(inner, name))
 
 
 def _wrong_value(raw: Any, path: KeyPath) -> tuple[str, str]:

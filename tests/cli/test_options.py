@@ -66,12 +66,6 @@ def test_nan_and_infinity_are_refused_everywhere():
                 assert kind.convert(text, None, None) is None, (name, text)
 
 
-def test_former_commands_name_their_replacements(pipe):
-    for former, hint in (("render", "`manifests`"), ("submissions", "`ray job list`")):
-        code, out, err = pipe(former, "my.yaml")
-        assert (code, out, hint in err) == (2, "", True), err
-
-
 def test_help_cuts_no_sentence_of_a_command():
     listed = CliRunner().invoke(cli, ["--help"], terminal_width=80).output
     assert "..." not in listed.partition("Commands:")[2]

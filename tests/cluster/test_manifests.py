@@ -11,7 +11,6 @@ import pytest
 import yaml
 
 from pipeline.config import load_job
-from pipeline.config.sections.kubernetes import FORMER_KEYS
 from pipeline.config.values import parse_duration
 from pipeline.config.variables import moment_of
 from pipeline.job.dataflow.graph import EngineActor
@@ -204,16 +203,6 @@ def test_patches_reach_every_object(pipe, job_file):
     by_kuberay = made_by(pipe, job_file(**DATED), "--schedule", "0 2 * * *", "--ray-cron-job",
                          "--set", "kubernetes.patch.cron={spec: {suspend: true}}")  # fmt: skip
     assert by_kuberay[-1]["spec"]["suspend"] is True
-
-
-def test_former_keys_are_refused_with_an_equivalent_patch(pipe, job_file):
-    assert "named kubernetes here" in refusal(pipe, job_file(cluster={"image": "r.io/x:1"}))
-    for key in FORMER_KEYS.keys() - {"cluster"}:
-        error = " ".join(refusal(pipe, job_file(kubernetes={"image": "r.io/x:1", key: "x"})).split())
-        assert " ".join(FORMER_KEYS[key].split()) in error
-        if found := re.search(r"kubernetes\.patch: (\{.*\})", FORMER_KEYS[key]):
-            kubernetes = {"image": "r.io/x:1", "patch": yaml.safe_load(found[1])}
-            assert all_wrong(made_by(pipe, job_file(kubernetes=kubernetes))) == [], key
 
 
 # --- schedules

@@ -1,4 +1,4 @@
-"""Section `kubernetes`, used only by `pipeline manifests`, and hints for its former keys."""
+"""Section `kubernetes`, used only by `pipeline manifests`."""
 
 from typing import Annotated, Any
 
@@ -9,31 +9,6 @@ from pipeline.config.values import ConfigSection
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Image = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,500}$")]
-
-# Former key of `cluster` -> hint.
-FORMER_KEYS = {
-    "cluster": "named kubernetes here",
-    **{
-        key: f"write kubernetes.patch: {{{patch}}}"
-        for key, patch in {
-            "head_memory": "head: {spec: {containers: [{name: ray, resources: {requests: {memory: 8Gi}, "
-            "limits: {memory: 8Gi}}}]}}",
-            "node_selector": "worker: {spec: {nodeSelector: {LABEL: VALUE}}}",
-            "tolerations": "worker: {spec: {tolerations: [{key: TAINT, operator: Exists}]}}",
-            "service_account": "pods: {spec: {serviceAccountName: NAME}}",
-            "secrets": "pods: {spec: {containers: [{name: ray, envFrom: [{secretRef: {name: NAME}}]}]}}",
-            "token_secret": "job: {spec: {rayClusterSpec: {authOptions: {secretName: NAME}}}}",
-            "volumes": "pods: {spec: {volumes: [{name: NAME, persistentVolumeClaim: {claimName: NAME}}], "
-            "containers: [{name: ray, volumeMounts: [{name: NAME, mountPath: /data}]}]}}",
-            "deadline_s": "job: {spec: {activeDeadlineSeconds: 18000}}",
-            "keep_s": "job: {spec: {ttlSecondsAfterFinished: 600}}",
-        }.items()
-    },
-    "gpu_resource": "leave kubernetes.gpus out, and write run.gpus_per_actor: 1 and kubernetes.patch: {worker: {spec: "
-    '{containers: [{name: ray, resources: {requests: {RESOURCE: "1"}, limits: {RESOURCE: "1"}}}]}}}',
-    "image_folders": "not needed: an absolute path is one of the image or of a volume",
-    "kubectl_image": "not needed: the job's own image creates the RayJob",
-}
 
 
 class PatchSection(ConfigSection):
