@@ -21,8 +21,8 @@ GRACE_BEYOND_HOOK_S = 15
 MAX_NAME = 47  # of a RayJob; KubeRay appends to it for pod names
 MAX_CRON_NAME = 36  # a CronJob appends `-` and the scheduled time in minutes since 1970
 MAX_CONFIG_MAP = 900_000  # bytes; Kubernetes accepts 1 MiB
-# A CronJob or RayCronJob appends the scheduled time in minutes since 1970 to a RayJob's name. KubeRay derives the names
-# of clusters from it: summarize-29400123-x7k2p -> @1764007380. All retries of a scheduled run thus use the same date.
+# A CronJob appends the scheduled time in minutes since 1970 to a RayJob's name. KubeRay derives the names of clusters
+# from it: summarize-29400123-x7k2p -> @1764007380. All retries of a scheduled run thus use the same date.
 FIRED_AT = ' --logical-date "@$(( $(echo "${RAY_CLUSTER_NAME%-*}" | sed "s/.*-//") * 60 ))"'
 
 _VALUE = re.compile(r"<([a-z_]+)>")
@@ -32,16 +32,11 @@ _UNSHARED = {"emptyDir", "configMap", "secret", "ephemeral"}  # kinds of volumes
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Schedule of a job.
-
-    open_vars: parameters that each scheduled run fills in, see `ShippedJob.of`. by_kuberay: use a RayCronJob (KubeRay
-    1.7, feature gate RayCronJob) instead of a CronJob.
-    """
+    """Schedule of a job. open_vars: variables that each scheduled run fills in, see `ShippedJob.from_config`."""
 
     cron: str
     time_zone: str
     open_vars: Mapping[str, str]
-    by_kuberay: bool = False
 
     def check(self) -> None:
         """Raise ConfigError for an invalid cron expression or time zone."""
@@ -100,9 +95,7 @@ def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[
     if schedule is None:
         return [made("config_map"), *budgets, job]
     schedule.check()
-    values |= {"schedule": schedule.cron, "time_zone": schedule.time_zone, "job_spec": job.get("spec")}
-    if schedule.by_kuberay:
-        return [made("config_map"), *budgets, made("ray_cron_job", patch.cron)]
+    values |= {"schedule": schedule.cron, "time_zone": schedule.time_zone}
     values["files"]["rayjob.yaml"] = _dump([job])
     account = [made("service_account"), made("role"), made("role_binding")]
     return [made("config_map"), *budgets, *account, made("cron_job", patch.cron)]

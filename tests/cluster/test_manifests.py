@@ -25,7 +25,7 @@ JOBS = sorted(path.name for path in (ROOT / "jobs").glob("*.yaml"))
 REACHED = ["--set", "output.path=s3://bucket/out", "--set", "input.path=s3://bucket/in"]
 GPU = f"jobs/summarize.yaml {' '.join(REACHED)} --preset h100 --config {KUBERAY}/cluster-gpu.yaml"
 NIGHTLY = COMMANDS["nightly.k8s.yaml"]
-EXAMPLES = [COMMANDS["once.k8s.yaml"], GPU, NIGHTLY, f"{NIGHTLY} --ray-cron-job"]
+EXAMPLES = [COMMANDS["once.k8s.yaml"], GPU, NIGHTLY]
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,7 @@ def ray_job(made):
     """Return the RayJobSpec of a RayJob or of a CronJob's ConfigMap."""
     if made[-1]["kind"] == "CronJob":
         return yaml.safe_load(made[0]["data"]["rayjob.yaml"])["spec"]
-    return made[-1]["spec"].get("jobTemplate", made[-1]["spec"])
+    return made[-1]["spec"]
 
 
 def pods(made):
@@ -200,9 +200,6 @@ def test_patches_reach_every_object(pipe, job_file):
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert group["template"]["metadata"]["annotations"] == {"a": "b"}
     assert made[-1]["spec"]["startingDeadlineSeconds"] == 600
-    by_kuberay = made_by(pipe, job_file(**DATED), "--schedule", "0 2 * * *", "--ray-cron-job",
-                         "--set", "kubernetes.patch.cron={spec: {suspend: true}}")  # fmt: skip
-    assert by_kuberay[-1]["spec"]["suspend"] is True
 
 
 # --- schedules
@@ -223,14 +220,13 @@ def started(job, tmp_path, cluster_name):
 def test_a_scheduled_run_keeps_its_date_in_each_try(pipe, tmp_path):
     # 2026-11-24 00:05 in Berlin is still the 23rd in UTC
     minutes = 1795475100 // 60
-    for example in EXAMPLES[2:]:
-        made = made_by(pipe, *shlex.split(example))
-        for suffix in ("x7k2p", "09090"):
-            words = started(ray_job(made), tmp_path, f"summarize-{minutes}-{suffix}")
-            assert words[:3] == ["run", "job.json", "--logical-date"]
-            (tmp_path / "job.json").write_text(made[0]["data"]["job.json"])
-            fired = load_job(tmp_path / "job.json", now=moment_of(words[3]))
-            assert fired.output.path == "s3://amzn-s3-demo-bucket/output/summarize/2026-11-24"
+    made = made_by(pipe, *shlex.split(NIGHTLY))
+    for suffix in ("x7k2p", "09090"):
+        words = started(ray_job(made), tmp_path, f"summarize-{minutes}-{suffix}")
+        assert words[:3] == ["run", "job.json", "--logical-date"]
+        (tmp_path / "job.json").write_text(made[0]["data"]["job.json"])
+        fired = load_job(tmp_path / "job.json", now=moment_of(words[3]))
+        assert fired.output.path == "s3://amzn-s3-demo-bucket/output/summarize/2026-11-24"
     once = made_by(pipe, *shlex.split(EXAMPLES[0]))
     assert started(ray_job(once), tmp_path, "summarize-x7k2p") == ["run", "job.json"]
 
@@ -326,7 +322,6 @@ def test_schedules_that_cannot_work_are_refused(pipe, job_file):
         (["--schedule", "0 2 * * *", "--time-zone", "Berlin"], "--time-zone 'Berlin'"),
         (["--schedule", "0 2 * * *", "--set", f"name={'n' * 37}"], "up to 36 characters"),
         (["--schedule", "0 2 * * *", "--var", "date=2026-01-01"], "every firing would have the same output"),
-        (["--ray-cron-job"], "--ray-cron-job: needs --schedule"),
     ]:
         assert expected in refusal(pipe, job_file(**DATED), *arguments)
 

@@ -17,8 +17,6 @@ from pipeline.errors import ConfigError, OutputError
 @job_overlays
 @click.option("--schedule", metavar="CRON", help="Minute, hour, day, month, day of the week: '0 2 * * *'.")
 @click.option("--time-zone", default="Etc/UTC", show_default=True, metavar="ZONE", help="Time zone of the schedule.")
-@click.option("--ray-cron-job", is_flag=True,
-              help="Schedule by KubeRay's RayCronJob (1.7, its feature gate on) instead of a CronJob.")  # fmt: skip
 @click.option("--output", type=click.Path(), metavar="FILE", help="Write to a file instead of standard output.")
 @json_flag
 @handle_errors
@@ -26,7 +24,6 @@ def manifests(
     job: str,
     schedule: str | None,
     time_zone: str,
-    ray_cron_job: bool,
     output: str | None,
     as_json: bool,
     **overlays: Any,
@@ -38,7 +35,6 @@ def manifests(
       pipeline manifests my.yaml > my.k8s.yaml
       pipeline manifests my.yaml --set kubernetes.image=registry/image@sha256:... --output my.k8s.yaml
       pipeline manifests nightly.yaml --schedule '0 2 * * *' --time-zone Europe/Berlin
-      pipeline manifests nightly.yaml --schedule '0 2 * * *' --ray-cron-job
 
     The job file's section `kubernetes` holds image and sizes, and patches for all else. The job file is sent along in a
     ConfigMap. Variables of {today: ZONE} get the date of each firing; the others are filled in here. A cluster that
@@ -50,8 +46,6 @@ def manifests(
     from pipeline.config.variables import TodaySection
 
     config, timed = load_job(job, **overlays), None
-    if schedule is None and ray_cron_job:
-        raise ConfigError("--ray-cron-job: needs --schedule")
     if schedule is not None:
         given = {flag.partition("=")[0] for flag in overlays["vars"]}
         days = {name for name, kind in config.vars.items() if isinstance(kind, TodaySection)} - given
@@ -62,7 +56,7 @@ def manifests(
         open_vars = {name: f"logical-date-{name}" for name in sorted(days)}
         overlays["vars"] = (*overlays["vars"], *(f"{name}={text}" for name, text in open_vars.items()))
         config = load_job(job, **overlays)
-        timed = Schedule(cron=schedule, time_zone=time_zone, open_vars=open_vars, by_kuberay=ray_cron_job)
+        timed = Schedule(cron=schedule, time_zone=time_zone, open_vars=open_vars)
     made = manifests_of(config, timed)
     if as_json:
         return print_json({"manifests": made})

@@ -37,7 +37,7 @@ class PatchSection(ConfigSection):
     )
     cron: dict[str, Any] = Field(
         default={},
-        description="Patch for the CronJob or RayCronJob of a schedule.",
+        description="Patch for the CronJob of a schedule.",
         examples=[{"spec": {"startingDeadlineSeconds": 600}}],
     )
 
