@@ -43,7 +43,7 @@ def test_every_key_has_a_description_an_example_and_a_default_or_is_required():
     "more",
     ["speculation: false", "speculation: lookup", "speculation: {method: off}", "sampling: {stop: END}",
      "sampling: {max_tokens: {column: b}}", "engine: {deterministic: off}", "engine: {kv_cache_memory_bytes: 1 MiB}",
-     "task: embed", "run: {drain_timeout: 1 h 30 min}", "run: {spot_notice: false}", "name:"],
+     "task: embed", "run: {drain_timeout: 1 h 30 min}", "name:"],
 )  # fmt: skip
 def test_short_forms_are_accepted(more: str):
     SCHEMA.validate(parse(MINIMAL.replace("{path: demo}", "demo") + more, "job").data)

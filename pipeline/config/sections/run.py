@@ -1,6 +1,6 @@
 """Section `run`: engines, their machines, and limits of a run."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, Tag, model_validator
 
@@ -13,15 +13,12 @@ from pipeline.config.values import (
     Duration,
     PathOrUrl,
     by_form,
-    false_is_off,
 )
 
 # `run.stall_timeout` limits one step of an engine. Loading takes many minutes, and during a stall an engine may be
 # restarted several times.
 LOAD_TIMEOUTS = 12
 PROGRESS_TIMEOUTS = 6
-
-SpotNotice = Literal["off", "aws", "gcp", "azure"]
 
 
 class PoolSection(ConfigSection):
@@ -77,7 +74,7 @@ class RunSection(ConfigSection):
     )
     drain_timeout: Duration = Field(
         default=30.0,
-        description="Time for running rows to finish after a stop signal or a spot notice.",
+        description="Time for running rows to finish after a stop signal.",
         examples=["2 min"],
         json_schema_extra={"default": "30 s"},
     )
@@ -93,11 +90,6 @@ class RunSection(ConfigSection):
         default=None,
         description="Maximum time of a run. It ends in time, resumably, with exit code 75.",
         examples=["6 h"],
-    )
-    spot_notice: Annotated[SpotNotice, false_is_off(SpotNotice)] = Field(
-        default="off",
-        description="Cloud whose metadata service announces that a spot machine will be reclaimed.",
-        examples=["aws"],
     )
     ray_address: str | None = Field(
         default=None,

@@ -41,7 +41,6 @@ from pipeline.data.source import narrowed
 from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, PipelineError
 from pipeline.job.actor.actor_registry import REPORT_S, ActorRegistry, Order, Placement
-from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.actor.work_spec import WorkSpec
 from pipeline.job.actor.worker import Worker
 from pipeline.job.dataflow.block_stats import forget_blocks
@@ -53,7 +52,6 @@ from pipeline.job.dataflow.spec import (
     EndOfUnits,
     FlowSpec,
     ReadSpec,
-    Spot,
     WindowTask,
 )
 from pipeline.job.telemetry.actor_state import ActorState
@@ -105,7 +103,7 @@ def block_of(unit: Unit) -> pa.Table:
 class EngineActor:
     """Ray actor that hands units to a `Worker` and reports to the registry. Called from several threads."""
 
-    def __init__(self, spec: WorkSpec, registry: Any, spot: Spot, requested: str) -> None:
+    def __init__(self, spec: WorkSpec, registry: Any, requested: str) -> None:
         failpoints.install_requested(requested)
         # As bytes: unpickling the handle would load all of Ray Data in the registry's process and delay all actors.
         handle = pickle.dumps(ray.get_runtime_context().current_actor)
@@ -129,8 +127,6 @@ class EngineActor:
             self._worker, self._failure = None, PipelineError(traceback.format_exc())
         else:
             threading.Thread(target=self._report, daemon=True, name="report").start()
-            if spot.notice != "off":
-                SpotNotice(spot.notice, lambda: self._leave(spot.drain_s), self._worker.note)
 
     def __call__(self, batch: pa.Table) -> dict[str, list[str]]:
         return {"summary": [json.dumps(self._process(data.as_py()).to_json()) for data in batch["data"]]}
@@ -148,16 +144,6 @@ class EngineActor:
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(self._registry.report.remote(self._worker.state()))
         return summary
-
-    def _leave(self, drain_s: float) -> None:
-        """Handle a spot notice: finish open units within `drain_s`, then save the finished rows of the rest.
-
-        Ray then gives the open units to other actors, which find those rows.
-        """
-        assert self._worker is not None
-        self._stopping.set()
-        time.sleep(drain_s)
-        self._worker.interrupt()
 
     def _report(self) -> None:
         assert self._worker is not None
@@ -194,7 +180,7 @@ class Dataflow:
         on_this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         registry: Any = ray.remote(num_cpus=0)(ActorRegistry)
         pool = spec.min_actors or spec.actors, spec.actors
-        self._registry: Any = registry.options(scheduling_strategy=on_this_node).remote(*pool, spec.spot.drain_s)
+        self._registry: Any = registry.options(scheduling_strategy=on_this_node).remote(*pool, spec.drain_timeout_s)
         self._lost_nodes: set[str] = set()
         self._next_look_at_nodes = 0.0
         self._thread = threading.Thread(target=self._run, daemon=True, name="dataflow")
@@ -314,7 +300,7 @@ def _graph(spec: FlowSpec, registry: Any) -> ray.data.Dataset:
             EngineActor,
             batch_size=1,
             batch_format="pyarrow",
-            fn_constructor_args=(spec.work, registry, spec.spot, spec.failpoints),
+            fn_constructor_args=(spec.work, registry, spec.failpoints),
             num_cpus=spec.cpus,
             num_gpus=spec.gpus or None,
             compute=ActorPoolStrategy(

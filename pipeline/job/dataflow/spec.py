@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from pipeline.data.source import InputWindow, Source
 from pipeline.data.units import UnitSpec
@@ -54,14 +54,6 @@ class ReadSpec:
     retry_failed: bool
 
 
-@dataclass(frozen=True)
-class Spot:
-    """Spot notices of an actor: the metadata service to poll, and the time to finish open units after a notice."""
-
-    notice: Literal["off", "aws", "gcp", "azure"] = "off"
-    drain_s: float = 30.0
-
-
 @dataclass(frozen=True, kw_only=True)
 class FlowSpec:
     """Specification of a dataflow. `cpus` and `gpus`: resources of one actor. `actors`: maximum size of the pool.
@@ -75,7 +67,7 @@ class FlowSpec:
     gpus: float
     units_in_flight: int
     ray_address: str | None = None
-    spot: Spot = Spot()
+    drain_timeout_s: float = 30.0  # for open units on a machine that leaves the cluster
     failpoints: str = ""  # set by tests
     always_ray: bool = False
     min_actors: int | None = None

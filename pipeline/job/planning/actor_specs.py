@@ -9,7 +9,7 @@ from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.batch_limits import max_default_seqs
 from pipeline.job.actor.work_spec import Backend, WorkSpec
-from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, Spot, WindowTask, units_in_flight
+from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, WindowTask, units_in_flight
 from pipeline.job.planning.plan import JobPlan
 from pipeline.job.planning.reference_model import reference_of
 from pipeline.job.telemetry.logs import Level
@@ -56,7 +56,7 @@ def flow_spec(
         retry_failed=retry_failed,
         retried_limits=plan.retried_limits,
     )
-    spot, units = Spot(run.spot_notice, run.drain_timeout), job.units
+    units = job.units
     if isinstance(engine, EngineConfig):
         num_seqs = engine.max_num_seqs or max_default_seqs(on_gpu)
     else:
@@ -72,7 +72,7 @@ def flow_spec(
         gpus=gpus,
         units_in_flight=in_flight,
         ray_address=run.cluster_address,
-        spot=spot,
+        drain_timeout_s=run.drain_timeout,
         failpoints=requested,
         always_ray=run.ray_address == "local",
         min_actors=min_size,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from pipeline.config.sections.run import RunSection
 from pipeline.errors import Interrupted, LimitReached, PipelineError, error_named
 from pipeline.job.actor.actor_registry import Order
-from pipeline.job.actor.spot import SpotNotice
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
 from pipeline.job.running.limits import BUDGET, RESERVE_S, Limit, RunLimits, must_drain
@@ -44,7 +43,6 @@ class Driver:
         flow = self._flow(spec)
         with self.stop.draining():
             self.reporter.begin_phase("loading the model")
-            notice = self._spot_notice()
             try:
                 self._consume(flow)
             except EndOfUnits:
@@ -56,8 +54,6 @@ class Driver:
                     self._save_open_rows(flow)
                 raise
             finally:
-                if notice is not None:
-                    notice.close()
                 self.log.actors = flow.actors(end=True) or self.log.actors
                 self.log.observe()
                 started = time.monotonic_ns()
@@ -74,13 +70,6 @@ class Driver:
         flow = Dataflow(spec, self.log.began_us)
         self.log.driver_us["ray_start"] = (time.monotonic_ns() - started) // 1000
         return flow
-
-    def _spot_notice(self) -> SpotNotice | None:
-        cloud = self.settings.spot_notice
-        if cloud == "off":
-            return None
-        reason = "a spot notice: the cloud is about to reclaim this machine"
-        return SpotNotice(cloud, lambda: self.stop.request(reason), self.reporter.warn)
 
     def _consume(self, flow: "Dataflow | InProcessDataflow") -> None:
         next_look, began = 0.0, None
