@@ -11,7 +11,6 @@ import click
 from pipeline import __version__
 from pipeline.cli.commands import (
     checkpoints,
-    cluster,
     completion,
     convert,
     doctor,
@@ -34,7 +33,6 @@ Start here:
   pipeline plan my.yaml                    estimate hours and cost
   pipeline run my.yaml                     run the job, or resume it
   pipeline report out/my                   show what it did and cost
-  pipeline submit my.yaml                  run it on a Ray cluster
   pipeline generate --input prompts.txt    complete a few prompts without a job file
   pipeline doctor my.yaml                  check whether this machine can run it
 
@@ -76,7 +74,7 @@ COMMANDS = (
         jobs.verify,
         convert.convert,
     ),
-    *(cluster.submit, cluster.cancel, manifests.manifests),
+    manifests.manifests,
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),
     completion.completion,
 )

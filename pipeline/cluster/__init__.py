@@ -1,1 +1,1 @@
-"""Run jobs on a cluster: through Ray's job server, or as Kubernetes manifests for KubeRay."""
+"""Kubernetes manifests of a job, for KubeRay."""

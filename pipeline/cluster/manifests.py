@@ -1,6 +1,8 @@
 """Kubernetes manifests of a job: `base.yaml`, filled in from the job file and patched by `kubernetes.patch`."""
 
+import copy
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,13 +12,17 @@ from zoneinfo import ZoneInfo
 
 import yaml
 
+from pipeline.checkpoints.chat_template import read_template
 from pipeline.cluster.merge_patch import merged
-from pipeline.cluster.shipped_job import JOB_FILE, STOP_WAIT_BEYOND_DRAIN_S, ShippedJob
 from pipeline.config import JobConfig
 from pipeline.errors import ConfigError
+from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import secrets_of
 
 RAY_VERSION = "2.60.0"  # in the image; pinned in pyproject.toml
+JOB_FILE = "job.json"  # JSON is YAML with all strings quoted
+TEMPLATE_FILE = "chat_template.jinja"
+STOP_WAIT_BEYOND_DRAIN_S = 30  # from the end of run.drain_timeout to SIGKILL, while the driver writes parts and records
 GRACE_BEYOND_HOOK_S = 15
 MAX_NAME = 47  # of a RayJob; KubeRay appends to it for pod names
 MAX_CRON_NAME = 36  # a CronJob appends `-` and the scheduled time in minutes since 1970
@@ -32,7 +38,8 @@ _UNSHARED = {"emptyDir", "configMap", "secret", "ephemeral"}  # kinds of volumes
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """Schedule of a job. open_vars: variables that each scheduled run fills in, see `ShippedJob.from_config`."""
+    """Schedule of a job. open_vars: variables that each scheduled run fills in with its date -> their placeholder text
+    in the paths of the config."""
 
     cron: str
     time_zone: str
@@ -55,8 +62,7 @@ def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[
 
     Raises ConfigError for settings that Kubernetes, KubeRay or the pods do not support.
     """
-    shipped = ShippedJob.from_config(config, schedule.open_vars if schedule else None)
-    _check(config, shipped)
+    _check(config)
     kubernetes, (min_workers, max_workers) = config.kubernetes, config.run.pool
     options = FIRED_AT if schedule else ""
     if config.cost.budget_usd is not None or config.run.max_runtime is not None:
@@ -88,9 +94,9 @@ def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[
 
     values["head"] = made("head", elastic.get("head", {}), patch.pods, patch.head)
     values["worker"] = made("worker", patch.pods, patch.worker)
-    _check_pods(shipped, values["head"], values["worker"])
+    _check_pods(config.output.path, values["head"], values["worker"])
     job = made("job", elastic.get("job", {}), patch.job)
-    values["files"] = _files(config, shipped)
+    values["files"] = _files(config, schedule.open_vars if schedule else {})
     budgets = [made("head_budget"), made("worker_budget")]
     if schedule is None:
         return [made("config_map"), *budgets, job]
@@ -168,13 +174,30 @@ def _values(value: Any, key: str) -> list[Any]:
     return ([value[key]] if key in value else []) + [found for item in value.values() for found in _values(item, key)]
 
 
-def _files(config: JobConfig, shipped: ShippedJob) -> dict[str, str]:
-    """Return the files of the ConfigMap: the job, without its `kubernetes` section."""
-    data = json.loads(shipped.files[JOB_FILE])
-    data["run"].setdefault("cpus_per_actor", config.kubernetes.cpus - 1)  # one CPU is left for reading
-    data["run"].setdefault("gpus_per_actor", config.kubernetes.gpus)
+def _files(config: JobConfig, open_vars: Mapping[str, str]) -> dict[str, str]:
+    """Return the files of the ConfigMap: the job and its chat template.
+
+    Overlays, `--set`, variables and environment variables are resolved, so the cluster runs the job that was validated
+    here, and no setting passes through a shell. open_vars: as in `Schedule`.
+    """
+    data: dict[str, Any] = copy.deepcopy(dict(config.data))
     data.pop("kubernetes", None)
-    found = {**shipped.files, JOB_FILE: json.dumps(data, indent=1)}
+    data["run"] = {
+        "cpus_per_actor": config.kubernetes.cpus - 1,  # one CPU is left for reading
+        "gpus_per_actor": config.kubernetes.gpus,
+        **data.get("run", {}),
+    }
+    declared = data.pop("vars", {})
+    if open_vars:
+        data["vars"] = {name: declared[name] for name in open_vars}
+    for name, text in open_vars.items():
+        for section in ("input", "output"):
+            data[section]["path"] = data[section]["path"].replace(text, f"${{{name}}}")
+    found = {}
+    if (chat := config.prompt.chat) is not None and chat.template is not None:
+        found[TEMPLATE_FILE] = read_template(chat.template)
+        data["prompt"]["chat"]["template"] = TEMPLATE_FILE
+    found[JOB_FILE] = json.dumps(data, indent=1)
     if sum(map(len, found.values())) > MAX_CONFIG_MAP:
         raise ConfigError(f"the job file and its chat template exceed a ConfigMap's limit of {MAX_CONFIG_MAP:,} bytes")
     return found
@@ -190,8 +213,8 @@ def _object_name(name: str, max_length: int) -> str:
     return found
 
 
-def _check(config: JobConfig, shipped: ShippedJob) -> None:
-    """Raise ConfigError for a missing image, too few CPUs, local paths, and secrets."""
+def _check(config: JobConfig) -> None:
+    """Raise ConfigError for a missing image, too few CPUs, relative paths, and secrets."""
     kubernetes = config.kubernetes
     if kubernetes.image is None:
         raise ConfigError(
@@ -213,16 +236,17 @@ def _check(config: JobConfig, shipped: ShippedJob) -> None:
                 f"storage_options.{prefix}: contains a secret, which a manifest must not. Store it in a Kubernetes "
                 "secret as environment variables, and reference that under envFrom in kubernetes.patch"
             )
-    for key, path in shipped.made_absolute.items():
-        raise ConfigError(
-            f"{key} {path}: is a relative path on this machine. Expected a url such as s3://bucket/folder, or an "
-            "absolute path in the image or on a volume of kubernetes.patch"
-        )
+    for key, path in config.urls.items():
+        is_path = key in ("input.path", "output.path") or os.path.exists(os.path.expanduser(path))
+        if is_path and not is_url(path) and not os.path.isabs(path):
+            raise ConfigError(
+                f"{key} {path}: is a relative path on this machine. Expected a url such as s3://bucket/folder, or an "
+                "absolute path in the image or on a volume of kubernetes.patch"
+            )
 
 
-def _check_pods(shipped: ShippedJob, *templates: dict[str, Any]) -> None:
+def _check_pods(output: str, *templates: dict[str, Any]) -> None:
     """Raise ConfigError for a patch that breaks a pod template, and for an output that is not on a shared disk."""
-    output = json.loads(shipped.files[JOB_FILE])["output"]["path"]
     for template in templates:
         spec = template.get("spec")
         spec = spec if isinstance(spec, dict) else {}
@@ -235,7 +259,7 @@ def _check_pods(shipped: ShippedJob, *templates: dict[str, Any]) -> None:
         shared = {volume.get("name") for volume in volumes if not _UNSHARED & volume.keys()}
         mounts = [mount for container in containers for mount in container.get("volumeMounts") or ()]
         folders = [str(mount.get("mountPath")).rstrip("/") for mount in mounts if mount.get("name") in shared]
-        if shipped.is_local and not any(output == folder or output.startswith(f"{folder}/") for folder in folders):
+        if not is_url(output) and not any(output == folder or output.startswith(f"{folder}/") for folder in folders):
             raise ConfigError(
                 f"output.path {output}: is not on a disk that the pods share. Expected a url such as "
                 "s3://bucket/folder, or a path on a volume of kubernetes.patch.pods"

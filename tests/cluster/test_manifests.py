@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from pipeline.config import load_job
+from pipeline.config.identity import identity_of
 from pipeline.config.values import parse_duration
 from pipeline.config.variables import moment_of
 from pipeline.job.dataflow.graph import EngineActor
@@ -264,6 +265,24 @@ def test_hostile_texts_stay_text(pipe, job_file, tmp_path):
         assert re.fullmatch(r"x[a-z0-9-]*", made[-1]["metadata"]["name"])
 
 
+def test_a_job_means_the_same_in_a_pod(pipe, job_file, tmp_path, monkeypatch):
+    (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
+    path = job_file(
+        prompt={"template": "${price} {text} $(reboot) 'quoted'\n", "chat": {"template": str(tmp_path / "mine.jinja")}},
+        sampling={"max_tokens": 7, "temperature": 1e-05, "stop": ["no", "1e5", "012", "~"]},
+    )
+    made = made_by(pipe, path, "--set", "sampling.seed=3")
+    before = load_job(path, ["sampling.seed=3"])
+    for name, text in made[0]["data"].items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    after = load_job("job.json")
+    assert identity_of(after) == identity_of(before)
+    assert (after.sampling, after.input, after.output) == (before.sampling, before.input, before.output)
+    assert Path(after.prompt.chat.template).read_text() == "{{ messages[0].content }}"
+    assert "no such file" in refusal(pipe, path, "--set", "prompt.chat.template=none.jinja")
+
+
 # --- what is refused
 
 
@@ -274,6 +293,8 @@ def test_jobs_that_pods_cannot_run_are_refused(pipe, job_file):
         ({"output": {"path": "out/here"}}, "output.path out/here: is a relative path on this machine"),
         ({"input": {"path": "data/in"}}, "input.path data/in: is a relative path on this machine"),
         ({"model": {"path": "tests"}}, "model.path tests: is a relative path on this machine"),
+        ({"model": {"path": "demo", "adapters": {"a": "tests"}, "adapter": "a"}},
+         "model.adapters.a tests: is a relative path on this machine"),
         ({"output": {"path": "/work/out"}}, "output.path /work/out: is not on a disk that the pods share"),
         ({"output": {"path": "/tmp/ray/out"}}, "output.path /tmp/ray/out: is not on a disk that the pods share"),
         ({"output": {"path": "s3://b/o"}, "storage_options": {"s3": {"secret": "hidden-word"}}},

@@ -332,7 +332,7 @@ class PlayedJob:
         if self.job.setup == "ray":
             run["actors"] = 2
         if self.job.setup == "nodes":
-            run |= {"actors": 3, "gpus_per_actor": 1, "ray_address": self.cluster.address}
+            run |= {"actors": 3, "gpus_per_actor": 1}
         settings = {
             "input": {"path": self.files_at.url("in"), "on_corrupt": self.job.on_corrupt},
             "prompt": {"template": "{text}"},
@@ -417,8 +417,10 @@ class PlayedJob:
         if failpoint:
             env |= {"PIPELINE_ALLOW_FAILPOINTS": "1", "PIPELINE_FAILPOINTS": failpoint}
         options = [*self.options, *(["--append"] if self.is_appended else [])]
-        if patches["ray"] and self.job.setup == "ray":
-            options += ["--set", "run.ray_address=local"]
+        if self.job.setup == "nodes":
+            env["RAY_ADDRESS"] = self.cluster.address
+        elif patches["ray"] and self.job.setup == "ray":
+            env["RAY_ADDRESS"] = "local"
         job = str(self.folder / "job.yaml")
         command = [sys.executable, "-m", "tests.faults.driver", "run", job, "--json", *options]
         self.figures.runs += 1

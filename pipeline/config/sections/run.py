@@ -91,13 +91,6 @@ class RunSection(ConfigSection):
         description="Maximum time of a run. It ends in time, resumably, with exit code 75.",
         examples=["6 h"],
     )
-    ray_address: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Ray cluster to run on: an address, or auto for the cluster of this machine. local starts Ray on "
-        "this machine. Default: Ray is started here only if needed; one engine with one window runs without it.",
-        examples=["auto"],
-    )
     notify: PathOrUrl | None = Field(
         default=None,
         description="Where to send an event when a target is missed, quality drops, or cost.budget_usd or "
@@ -126,8 +119,3 @@ class RunSection(ConfigSection):
     def progress_timeout_s(self) -> float:
         """Seconds without progress after which a run ends."""
         return PROGRESS_TIMEOUTS * self.stall_timeout
-
-    @property
-    def cluster_address(self) -> str | None:
-        """Ray cluster to join; None if Ray is started on this machine, or not at all."""
-        return None if self.ray_address == "local" else self.ray_address

@@ -65,7 +65,8 @@ def connect(address: str | None, cores: int = 0) -> bool:
         except Exception as error:  # Ray raises bare exceptions, such as on its timeout
             ray.shutdown()
             if attempt == tries:
-                failure = f"Ray at {address} cannot be joined" if address else "Ray cannot be started on this machine"
+                joined = f"RAY_ADDRESS={address}: the cluster cannot be joined"
+                failure = joined if address else "Ray cannot be started on this machine"
                 raise EnvironmentFailed(f"{failure}: {error}") from error
     return True
 

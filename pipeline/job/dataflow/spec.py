@@ -1,5 +1,6 @@
 """Specification of a dataflow: the remaining windows and the settings of its actors. Does not import Ray."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,6 +96,12 @@ class FlowSpec:
         if self.always_ray or self.ray_address is not None or self.actors > 1:
             return True
         return len(self.tasks) > 1 and any(task.sample is None for task in self.tasks)
+
+
+def ray_address(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return RAY_ADDRESS, the Ray cluster to join; None if it is not set, or `local`, which starts Ray here."""
+    address = environ.get("RAY_ADDRESS")
+    return None if address in ("", "local") else address
 
 
 class EndOfUnits(Exception):

@@ -9,7 +9,7 @@ from pipeline.endpoint.spec import EndpointConfig
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.batch_limits import max_default_seqs
 from pipeline.job.actor.work_spec import Backend, WorkSpec
-from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, WindowTask, units_in_flight
+from pipeline.job.dataflow.spec import NUM_READERS, FlowSpec, WindowTask, ray_address, units_in_flight
 from pipeline.job.planning.plan import JobPlan
 from pipeline.job.planning.reference_model import reference_of
 from pipeline.job.telemetry.logs import Level
@@ -34,8 +34,8 @@ def flow_spec(
     gpus = run.gpus_per_actor
     if gpus is None:
         gpus = float(config.engine.tensor_parallel_size if on_gpu else 0)
-    min_size, max_size = run.pool
-    cpus = run.cpus_per_actor or _cpus(max_size, run.cluster_address, gpus)
+    (min_size, max_size), address = run.pool, ray_address()
+    cpus = run.cpus_per_actor or _cpus(max_size, address, gpus)
     engine = job.work_config(max(1, int(cpus)))
     if isinstance(engine, EndpointConfig):
         prices = config.cost.token_prices
@@ -71,20 +71,20 @@ def flow_spec(
         cpus=cpus,
         gpus=gpus,
         units_in_flight=in_flight,
-        ray_address=run.cluster_address,
+        ray_address=address,
         drain_timeout_s=run.drain_timeout,
         failpoints=requested,
-        always_ray=run.ray_address == "local",
+        always_ray=os.environ.get("RAY_ADDRESS") == "local",
         min_actors=min_size,
     )
 
 
-def _cpus(actors: int, ray_address: str | None, gpus: float) -> float:
-    if ray_address is None:
+def _cpus(actors: int, address: str | None, gpus: float) -> float:
+    if address is None:
         return max(1, available_cores() // actors)
     from pipeline.job.dataflow.ray_session import cluster_cpus
 
-    return cluster_cpus(ray_address, gpus, reserved=NUM_READERS)
+    return cluster_cpus(address, gpus, reserved=NUM_READERS)
 
 
 def resolve_device(config: JobConfig) -> str:
@@ -94,10 +94,10 @@ def resolve_device(config: JobConfig) -> str:
         return "server"
     if config.engine.device != "auto":
         return config.engine.device
-    if config.run.cluster_address is not None:
+    if (address := ray_address()) is not None:
         from pipeline.job.dataflow.ray_session import cluster_has_gpus
 
-        return "cuda" if cluster_has_gpus(config.run.cluster_address) else "cpu"
+        return "cuda" if cluster_has_gpus(address) else "cpu"
     if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
         return "cpu"
     import torch

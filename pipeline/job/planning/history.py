@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import EnvironmentFailed
+from pipeline.job.dataflow.spec import ray_address
 from pipeline.job.planning.plan import JobPlan
 from pipeline.machine.caches import cache_root
 from pipeline.machine.host import available_cores, processor
@@ -72,7 +73,7 @@ def _machine(plan: JobPlan) -> str:
     run, numerics = plan.job.config.run, plan.fingerprint.numerics
     cores = run.cpus_per_actor or max(1, available_cores() // run.pool[1])
     urls = (plan.fingerprint.free.get("server") or {}).get("url")
-    return _digest([numerics, plan.device, processor()[0], cores, run.cluster_address is not None, urls])
+    return _digest([numerics, plan.device, processor()[0], cores, ray_address() is not None, urls])
 
 
 def _work(plan: JobPlan) -> str:

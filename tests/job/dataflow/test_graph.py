@@ -155,9 +155,10 @@ def test_a_killed_actor_is_replaced_and_a_failing_engine_ends_the_run(job, local
     assert time.monotonic() - started < 30
 
 
-def test_a_driver_killed_at_any_moment_leaves_whole_parts_and_the_next_run_does_the_rest(job, local_ray):
+def test_a_driver_killed_at_any_moment_leaves_whole_parts_and_the_next_run_does_the_rest(job, local_ray, monkeypatch):
     job.fake(step_s=0.1).rows(TEXTS)
-    config = job.config(run={"ray_address": local_ray})
+    monkeypatch.setenv("RAY_ADDRESS", local_ray)
+    config = job.config()
     command = [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")]
     driver = subprocess.Popen(command, cwd=ROOT, start_new_session=True, stderr=subprocess.PIPE)
     wait_until(lambda: job.parts() or driver.poll() is not None)

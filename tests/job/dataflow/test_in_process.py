@@ -29,15 +29,20 @@ def spec_of(job, rows_per_file=8, **run):
     ("run", "needs_ray"),
     [
         ({}, False),
-        ({"ray_address": "local"}, True),
         ({"actors": 2}, True),
         ({"window_rows": 20}, True),
-        ({"ray_address": "10.0.0.1:6379", "cpus_per_actor": 1}, True),
     ],
 )
-def test_one_engine_and_one_window_need_no_ray(job, run, needs_ray, monkeypatch):
-    monkeypatch.setattr("pipeline.job.dataflow.ray_session.cluster_cpus", lambda *_, **__: 1.0)
+def test_one_engine_and_one_window_need_no_ray(job, run, needs_ray):
     assert spec_of(job.rows(TEXTS), **run).needs_ray is needs_ray
+
+
+@pytest.mark.parametrize(("address", "joined"), [("", None), ("local", None), ("10.0.0.1:6379", "10.0.0.1:6379")])
+def test_the_address_of_ray_comes_from_the_environment(job, address, joined, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr("pipeline.job.dataflow.ray_session.cluster_cpus", lambda *_, **__: 1.0)
+    spec = spec_of(job.rows(TEXTS))
+    assert (spec.ray_address, spec.needs_ray) == (joined, address != "")
 
 
 def test_a_small_job_never_imports_ray_and_its_engine_starts_before_transformers_is_imported(job):

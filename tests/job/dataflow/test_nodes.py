@@ -2,6 +2,7 @@
 An elastic pool grows and shrinks."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -36,11 +37,12 @@ def start(job, cluster, num_parts=0, **run):
     run = {"actors": 1, "cpus_per_actor": 1, "gpus_per_actor": 1, "window_rows": 40, **run}
     job.config(
         engine={"max_num_seqs": UNIT_ROWS},
-        run={**run, "ray_address": cluster.address},
+        run=run,
         output={"rows_per_file": UNIT_ROWS},
     )
     command = [sys.executable, "-m", "tests.job.drive", str(job.folder / "job.yaml")]
-    driver = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    env = os.environ | {"RAY_ADDRESS": cluster.address}
+    driver = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while len(job.parts()) < num_parts:
         assert driver.poll() is None, driver.stderr.read().decode()

@@ -50,7 +50,7 @@ def test_a_ray_that_does_not_start_is_retried_and_then_reported(monkeypatch):
     with pytest.raises(EnvironmentFailed, match=r"cannot be started on this machine: The current node timed out"):
         connect(None, 4)
     starts.clear()
-    with pytest.raises(EnvironmentFailed, match=r"Ray at 10\.0\.0\.1:6379 cannot be joined"):
+    with pytest.raises(EnvironmentFailed, match=r"RAY_ADDRESS=10\.0\.0\.1:6379: the cluster cannot be joined"):
         connect("10.0.0.1:6379")
     assert starts == ["10.0.0.1:6379"]
 

@@ -20,12 +20,12 @@ NUM_ROWS = 192
 SETTINGS = ("engine.dtype=float32", "sampling.max_tokens=48", "run.window_rows=96", "output.rows_per_file=32")
 
 
-def start(output: Path, *settings: str) -> "subprocess.Popen[str]":
+def start(output: Path, *settings: str, **environ: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "pipeline", "run", "jobs/summarize.yaml", "--limit", str(NUM_ROWS)]
     for setting in (*SETTINGS, f"output.path={output}", *settings):
         command += ["--set", setting]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipe)
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | environ, start_new_session=True, **pipe)
 
 
 def finish(run: "subprocess.Popen[str]") -> None:
@@ -94,7 +94,7 @@ def test_rows_on_a_cluster_of_two_nodes(tmp_path: Path, expected: dict[int, str]
             cluster.add_node(num_cpus=2, num_gpus=2, object_store_memory=100 << 20)
         cluster.wait_for_nodes()
         settings = "engine.device=cpu", "engine.tensor_parallel_size=2", "run.actors=2", "run.cpus_per_actor=1"
-        finish(start(tmp_path / "out", *settings, "run.gpus_per_actor=2", f"run.ray_address={cluster.address}"))
+        finish(start(tmp_path / "out", *settings, "run.gpus_per_actor=2", RAY_ADDRESS=cluster.address))
     finally:
         cluster.shutdown()
     assert rows(tmp_path / "out") == expected
