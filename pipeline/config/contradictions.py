@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from pipeline.data.requests.input_checks import Requests
 
 Contradiction = tuple[str, str]  # a dotted key, and the reason
-_COMPLETION_TARGETS = ("max_usd_per_1m_generated", "min_generated_per_s")
 
 
 def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contradiction]:
@@ -86,9 +85,6 @@ def _without_completions(job: JobKeys) -> Iterator[Contradiction]:
         yield "speculation", unused
     if job.quality.sample > 0:
         yield "quality.sample", f"compares completions; remove it for task {task}"
-    for name in _COMPLETION_TARGETS:
-        if getattr(job.targets, name) is not None:
-            yield f"targets.{name}", unused
 
 
 def _with_requests(job: JobKeys, prompt: object) -> Iterator[Contradiction]:

@@ -11,7 +11,7 @@ from pipeline.checkpoints.locate import NO_CHECKPOINT
 from pipeline.config.sections.data import InputSection, OutputSection
 from pipeline.config.sections.engine import EngineSection
 from pipeline.config.sections.kubernetes import KubernetesSection
-from pipeline.config.sections.limits import CostSection, QualitySection, TargetsSection
+from pipeline.config.sections.limits import CostSection, QualitySection
 from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.run import RunSection
@@ -104,11 +104,6 @@ class JobKeys(ConfigSection):
         default=QualitySection(),
         description="Comparison of some rows with a reference model while the job runs.",
         examples=[{"sample": 0.001, "model": "Qwen/Qwen3-4B"}],
-    )
-    targets: TargetsSection = Field(
-        default=TargetsSection(),
-        description="Targets for the finished job.",
-        examples=[{"max_usd_per_1m_generated": 0.5}],
     )
 
     @property

@@ -17,7 +17,6 @@ from pipeline.report.record.row_stats import Computed, RowStats
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, summed
 from pipeline.report.run_report import ErrorCost, LengthCost, Percentiles, Rows, RunReport, Work
 from pipeline.report.savings import find_savings
-from pipeline.report.targets import targets_of
 
 MAX_REASONS = 10  # reasons of engine restarts in the report
 
@@ -64,7 +63,7 @@ def build_report(
     )  # reversed: examples of the latest run come first
     times_us = shares_us(list(stats.lengths.values()), machine_us, phases_us)
     settings = runs[-1].settings if runs else {}
-    report = RunReport(
+    return RunReport(
         job=job_name,
         fingerprint=fingerprint,
         outcome=runs[-1].outcome if runs else "running",
@@ -103,7 +102,6 @@ def build_report(
         ),
         warnings=(*(runs[-1].warnings if runs else ()), *stats.control_tokens.warnings()),
     )
-    return replace(report, targets=targets_of(report, settings.get("targets", {})))
 
 
 def _error_costs(

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.report.account import Cost, Tokens
@@ -118,21 +118,6 @@ class ErrorCost:
     usd: float | None
 
 
-@dataclass(frozen=True)
-class Target:
-    """Limit of the job file's section `targets`. actual: None if unknown, which counts as missed."""
-
-    key: str
-    limit: float
-    actual: float | None
-
-    @property
-    def is_missed(self) -> bool:
-        if self.actual is None:
-            return True
-        return self.actual < self.limit if self.key.startswith("min_") else self.actual > self.limit
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunReport(JsonRecord):
     """Report of a job so far. Times are in whole microseconds; `phases_us` sums to `machine_us` exactly.
@@ -160,7 +145,6 @@ class RunReport(JsonRecord):
     faults: list[FaultCost] = field(default_factory=list)
     speculation: Speculation | None = None
     estimate: EstimateAndActual | None = None
-    targets: tuple[Target, ...] = ()
     error_costs: Mapping[str, ErrorCost] = field(default_factory=dict)
     savings: tuple[Saving, ...] = ()
     energy_uj: int | None = None
@@ -201,14 +185,8 @@ class RunReport(JsonRecord):
         known = self.energy_uj is not None and self.tokens.generated
         return self.energy_uj / 1e6 / self.tokens.generated if known else None  # pyright: ignore[reportOptionalOperand]
 
-    @property
-    def missed(self) -> tuple[Target, ...]:
-        """Targets missed by a finished job."""
-        return tuple(t for t in self.targets if t.is_missed) if self.outcome == "finished" else ()
-
     def to_json(self) -> dict[str, Any]:
         raw = super().to_json()
-        raw["targets"] = [{**asdict(target), "is_missed": target.is_missed} for target in self.targets]
         raw["rows"] |= {"completed": self.rows.completed, "output": self.rows.output}
         raw["tokens"]["computed"] = self.tokens.computed
         raw["input_tokens_per_s"] = self.input_tokens_per_s

@@ -73,16 +73,6 @@ def _sections(report: RunReport) -> Iterator[Section]:
     yield Section(title="Summary", sides="<", rows=[row for row in _summary(report) if row[1]])
     yield _phases(report)
     yield _cost(report)
-    yield Section(
-        title="Targets",
-        columns=("target", "limit", "actual", ""),
-        sides="<>><",
-        rows=[
-            (t.key, f"{t.limit:,.4g}", "unknown" if t.actual is None else f"{t.actual:,.4g}",
-             "missed" if t.is_missed else "met")
-            for t in report.targets
-        ],
-    )  # fmt: skip
     yield from _estimate(report)
     yield Section(
         title="Latency per row",

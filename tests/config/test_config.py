@@ -227,7 +227,6 @@ ADDED = [
     ("task: embed\nsampling: {max_tokens: 3}\n", "sampling.max_tokens: has no effect with task embed"),
     ("task: embed\nquality: {sample: 0.1}\n", "quality.sample: compares completions"),
     ("task: embed\nspeculation: lookup\n", "speculation: has no effect with task"),
-    ("task: score\ntargets: {min_generated_per_s: 5}\n", "targets.min_generated_per_s: has no effect with task"),
     ("sampling: {max_tokens: '64'}\n", "expected an integer, or {column: name}; got '64'"),
     ("sampling: {max_tokens: 0}\n", "expected an integer of at least 1; got 0"),
     ("sampling: {max_tokens: {colum: b}}\n", "sampling.max_tokens.colum: unknown key\n    Did you mean `column`?"),

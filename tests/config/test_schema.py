@@ -59,7 +59,6 @@ BEYOND_A_SCHEMA = (
     "only a Hugging Face id has revisions", "expected demo, demo:target", "cannot contain a user or",
     "without control characters", "the same new name", "at least two labels", "is listed twice",
     "compares completions", "speculation: has no effect", "only for method draft_model",
-    "targets.min_generated_per_s: has no effect",
 )  # fmt: skip
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pipeline.config import JobConfig
     from pipeline.job.telemetry.logs import Level
     from pipeline.job.telemetry.status import Status
-    from pipeline.report.run_report import RunReport
 
 
 def _host_and_port(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
@@ -52,8 +51,6 @@ def _host_and_port(ctx: click.Context, param: click.Parameter, value: str | None
 @click.option("--limit-exit-code", type=click.IntRange(0, 255), metavar="CODE", default=75, show_default=True,
               help="Exit with this code if cost.budget_usd or run.max_runtime ends the run; 0 for schedulers that "
               "would restart a failed job.")  # fmt: skip
-@click.option("--target-exit-code", type=click.IntRange(0, 255), metavar="CODE", default=0, show_default=True,
-              help="Exit with this code if the finished run missed a target.")  # fmt: skip
 @click.option("--metrics", metavar="HOST:PORT", callback=_host_and_port,
               help="Serve Prometheus /metrics and /healthz during the run.")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N",
@@ -68,7 +65,6 @@ def run(
     append: bool,
     logical_date: str | None,
     limit_exit_code: int,
-    target_exit_code: int,
     metrics: str | None,
     sample: int | None,
     verbose: bool,
@@ -102,7 +98,6 @@ def run(
         verbose=verbose,
         log_level=log_level,
         limit_exit_code=limit_exit_code,
-        target_exit_code=target_exit_code,
         accept_numerics=accept_numerics,
         retry_failed=retry_failed,
         append=append,
@@ -118,7 +113,6 @@ def run_and_report(
     verbose: bool,
     log_level: "Level",
     limit_exit_code: int = LimitReached.exit_code,
-    target_exit_code: int = 0,
     **options: Any,
 ) -> None:
     """Run a job in a fork and print its report; without a fork if its output would be lost. options: of `run_job`."""
@@ -144,18 +138,10 @@ def run_and_report(
 
             return print_sample(config, report, output, as_json)
         if as_json:
-            print_json(report.to_json())
-            return _leave_if_missed(report, target_exit_code)
+            return print_json(report.to_json())
         print_result(
             f"{text(report, result_width())}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md"
         )
-        _leave_if_missed(report, target_exit_code)
-
-
-def _leave_if_missed(report: "RunReport", exit_code: int) -> None:
-    if report.missed and exit_code:
-        print_message(f"Targets missed: {', '.join(target.key for target in report.missed)}")
-        sys.exit(exit_code)
 
 
 @click.command()

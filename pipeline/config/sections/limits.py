@@ -1,10 +1,10 @@
-"""Sections `cost`, `quality` and `targets`."""
+"""Sections `cost` and `quality`."""
 
 from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from pipeline.config.values import Column, ConfigSection, Duration, ModelPath
+from pipeline.config.values import Column, ConfigSection, ModelPath
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -84,21 +84,4 @@ class QualitySection(ConfigSection):
         description="Raise an alarm when token agreement, or the share of right answers relative to the reference's, "
         "dropped by more than this with statistical certainty. From 0 to 1.",
         examples=[0.05],
-    )
-
-
-class TargetsSection(ConfigSection):
-    """Targets of a finished job, over all its runs."""
-
-    max_usd_per_1m_generated: _Positive | None = Field(
-        default=None, description="US dollars for 1M generated tokens.", examples=[0.5]
-    )
-    min_generated_per_s: _Positive | None = Field(
-        default=None, description="Generated tokens a second of machine time.", examples=[1000]
-    )
-    max_row_p95: Annotated[Duration, Field(gt=0)] | None = Field(
-        default=None, description="Time in which 95 % of the rows end, their queue included.", examples=["2 min"]
-    )
-    min_batch_efficiency: _Share | None = Field(
-        default=None, description="The share of machine time that is prefill and decode.", examples=[0.8]
     )

@@ -93,8 +93,8 @@ class RunSection(ConfigSection):
     )
     notify: PathOrUrl | None = Field(
         default=None,
-        description="Where to send an event when a target is missed, quality drops, or cost.budget_usd or "
-        "run.max_runtime is near or reached: an http(s) url that accepts a POST of JSON, or a file to append JSON "
+        description="Where to send an event when quality drops, or cost.budget_usd or run.max_runtime is near or "
+        "reached: an http(s) url that accepts a POST of JSON, or a file to append JSON "
         "lines to.",
         examples=["https://hooks.example.com/jobs", "missed.jsonl"],
         json_schema_extra=HIDDEN,

@@ -159,7 +159,6 @@ class RunReporter:
         runs, held = [*self._earlier, record], self._totals.now()
         name, digest, rows = plan.job.config.name, plan.fingerprint.digest, plan.num_rows
         self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)
-        self._report_missed()
         self._notifier.close()
         self.begin_phase(log.outcome)
         close_telemetry(self._telemetry, self._show, self.status() if finished else None)
@@ -187,12 +186,6 @@ class RunReporter:
     def _quality(self) -> QualityStats:
         """Quality of all recorded runs of the job, this one included."""
         return sum((run.row_stats.quality for run in self._earlier), self._log.row_stats.quality)
-
-    def _report_missed(self) -> None:
-        missed = [{"target": t.key, "limit": t.limit, "actual": t.actual} for t in self.report.missed]
-        if missed and self._log.outcome == "finished":
-            self.note(f"targets missed: {', '.join(str(each['target']) for each in missed)}", "warning")
-            self.notify("targets_missed", missed=missed)
 
     def status(self) -> Status:
         log, held, is_running = self._log, self._totals.now(), self._log.outcome == "running"
