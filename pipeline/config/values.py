@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.checkpoints.adapters import EMBEDDED_ADAPTERS
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
 
+MAX_ACTORS = 100_000
 _SWITCH = {"on": True, "yes": True, "off": False, "no": False}
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -30,7 +31,7 @@ _SIZE_PATTERN = r"^\s*[0-9][0-9_]*(\.[0-9]+)?\s*(([kKmMgGtT][iI]?)?[bB])?\s*$"  
 _MOMENT_PATTERN = r"^[0-9]{4}-?(W?[0-9]{2})[^Zz+]*$"
 
 # Tags of unions in the path of an error, removed from messages. No key has these names.
-WORD, OPTIONS, VALUE, COLUMN = UNION_TAGS = ("<word>", "<options>", "<value>", "<column>")
+VALUE, COLUMN = UNION_TAGS = ("<value>", "<column>")
 
 # Resume classes (`identity.py`): what a changed key means for a run that resumes an output. No mark: free to change.
 IDENTITY: Any = {"resume": "identity"}  # refused
@@ -57,8 +58,6 @@ PerRow = Annotated[
 ]
 """A value, the same for all rows, or `{column: name}`."""
 
-by_form = Discriminator(lambda value: OPTIONS if isinstance(value, dict | BaseModel) else WORD)
-
 
 def _refuse(expected: str) -> PydanticCustomError:
     return PydanticCustomError("expected", "{expected}", {"expected": expected})
@@ -73,6 +72,14 @@ def _auto_or_switch(value: object) -> object:
     if value != "auto" and not isinstance(value, bool):
         raise _refuse("auto, true or false")
     return value
+
+
+def _actors(value: object) -> object:
+    sizes = tuple(value) if isinstance(value, list | tuple) else (value, value)
+    are_counts = all(type(size) is int and 1 <= size <= MAX_ACTORS for size in sizes)
+    if len(sizes) != 2 or not are_counts or sizes[0] > sizes[1]:
+        raise _refuse(f"a number from 1 to {MAX_ACTORS:,}, or [MIN, MAX]")
+    return sizes if isinstance(value, list | tuple) else value
 
 
 def parse_bytes(text: str) -> int | None:
@@ -178,6 +185,8 @@ _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _SWITCH_SCHEMA = {"anyOf": [{"type": "boolean"}, {"type": "string", "pattern": _SWITCH_PATTERN}]}
 _BYTES_SCHEMA = {"anyOf": [{"type": "integer", "minimum": 1}, {"type": "string", "pattern": _SIZE_PATTERN}]}
 _DURATION_SCHEMA = {"type": "string", "pattern": rf"^\s*{_DURATION.pattern}\s*$"}
+_COUNT_SCHEMA = {"type": "integer", "minimum": 1, "maximum": MAX_ACTORS}
+_ACTORS_SCHEMA = {"anyOf": [_COUNT_SCHEMA, {"type": "array", "items": _COUNT_SCHEMA, "minItems": 2, "maxItems": 2}]}
 _COLUMNS_SCHEMA = {"anyOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "uniqueItems": True}]}
 
 Switch = Annotated[bool, BeforeValidator(_switch), WithJsonSchema(_SWITCH_SCHEMA)]
@@ -195,6 +204,8 @@ Moment = Annotated[str, BeforeValidator(_moment), WithJsonSchema({"type": "strin
 PathOrUrl = Annotated[str, Field(min_length=1), AfterValidator(_on_one_line), AfterValidator(_no_login)]
 AdapterPath = Annotated[PathOrUrl, AfterValidator(_embedded_adapter_exists)]  # likewise
 ModelPath = Annotated[PathOrUrl, AfterValidator(_embedded_exists)]  # or a Hugging Face id, or an embedded model
+# The number of engines, or the smallest and the largest.
+Actors = Annotated[int | tuple[int, int], BeforeValidator(_actors), WithJsonSchema(_ACTORS_SCHEMA)]
 Column = Annotated[str, Field(min_length=1)]
 Columns = Annotated[
     tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct), WithJsonSchema(_COLUMNS_SCHEMA)

@@ -2,18 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import Field, Tag, model_validator
+from pydantic import Field
 
-from pipeline.config.values import (
-    HIDDEN,
-    IDENTITY,
-    OPTIONS,
-    WORD,
-    ConfigSection,
-    Duration,
-    PathOrUrl,
-    by_form,
-)
+from pipeline.config.values import HIDDEN, IDENTITY, Actors, ConfigSection, Duration, PathOrUrl
 
 # `run.stall_timeout` limits one step of an engine. Loading takes many minutes, and during a stall an engine may be
 # restarted several times.
@@ -21,30 +12,14 @@ LOAD_TIMEOUTS = 12
 PROGRESS_TIMEOUTS = 6
 
 
-class PoolSection(ConfigSection):
-    """Size of an elastic pool of engines."""
-
-    min: int = Field(ge=1, le=100_000, description="Engines at the start of the run.", examples=[1])
-    max: int = Field(ge=1, le=100_000, description="Maximum engines, if the cluster has room.", examples=[64])
-
-    @model_validator(mode="after")
-    def _in_order(self) -> "PoolSection":
-        if self.max < self.min:
-            raise ValueError(f"expected max to be at least min; got min {self.min} and max {self.max}")
-        return self
-
-
 class RunSection(ConfigSection):
     """Number of engines and limits of a run."""
 
-    actors: Annotated[
-        Annotated[int, Field(ge=1, le=100_000), Tag(WORD)] | Annotated[PoolSection, Tag(OPTIONS)],
-        by_form,
-    ] = Field(
+    actors: Actors = Field(
         default=1,
-        description="Number of engines, each with a copy of the model. {min: 1, max: 64}: engines start as machines "
-        "join the cluster, and are released as soon as no unit is left for them.",
-        examples=[8, {"min": 1, "max": 64}],
+        description="Number of engines, each with a copy of the model. [1, 64]: one engine at the start; others start "
+        "as machines join the cluster, up to 64, and are released as soon as no unit is left for them.",
+        examples=[8, [1, 64]],
     )
     cpus_per_actor: float | None = Field(
         default=None,
@@ -103,7 +78,7 @@ class RunSection(ConfigSection):
     @property
     def pool(self) -> tuple[int, int]:
         """Minimum and maximum number of engines."""
-        return (self.actors, self.actors) if isinstance(self.actors, int) else (self.actors.min, self.actors.max)
+        return (self.actors, self.actors) if isinstance(self.actors, int) else self.actors
 
     @property
     def step_timeout_s(self) -> float:

@@ -103,7 +103,7 @@ def test_an_elastic_pool_grows_as_nodes_join_and_gives_actors_back_before_the_ta
     texts = [*TEXTS, *(f"slow {i} " + "y" * 60 for i in range(UNIT_ROWS))]
     # about a minute on one engine: on a busy machine nodes join late, and must still find work
     job.fake(step_s=0.6, slow="slow", slow_s=3.0).rows(texts)
-    driver = start(job, cluster, 3, actors={"min": 1, "max": 3})
+    driver = start(job, cluster, 3, actors=[1, 3])
     joined = {cluster.add_node(**NODE).node_id for _ in range(2)}
     report = finished(job, driver, texts)
     (run,) = report["runs"]
