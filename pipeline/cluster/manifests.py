@@ -70,12 +70,10 @@ def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[
     stop_wait_s = int(config.run.drain_timeout) + STOP_WAIT_BEYOND_DRAIN_S
     values: dict[str, Any] = {
         "name": _object_name(config.name, MAX_NAME if schedule is None else MAX_CRON_NAME),
-        "namespace": kubernetes.namespace,
         "image": kubernetes.image,
         "cpus": str(kubernetes.cpus),
         "memory": kubernetes.memory,
         "gpus": str(kubernetes.gpus) if kubernetes.gpus else None,
-        "retries": kubernetes.retries,
         "min_workers": min_workers,
         "max_workers": max_workers,
         "ray_version": RAY_VERSION,
@@ -116,7 +114,6 @@ def to_yaml(made: list[dict[str, Any]], command: str) -> str:
         *(f"secret {secret}" for secret in _values(pods, "secretName")),
         *(f"secret {secret}" for secret in _values(_values(pods, "secretRef"), "name")),
         *(f"volume claim {claim}" for claim in _values(pods, "claimName")),
-        *(f"namespace {namespace}" for namespace in _values(config_map, "namespace")),
     }
     name, kind = config_map["metadata"]["name"].removesuffix("-job"), last["kind"].lower()
     effect = "stops the schedule; delete a rayjob to drain a run" if kind == "cronjob" else "drains the run"

@@ -83,7 +83,7 @@ class EndpointEngine:
         with contextlib.ExitStack() as lock:
             if config.serve:
                 lock.enter_context(alone(log))
-                port = config.port or free_port()
+                port = free_port()
                 command = command_of(config.serve, config.requested_model, port)
                 log(f"starting {command[0]}")
                 self._server = Server(command, port, config.secrets)

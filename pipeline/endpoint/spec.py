@@ -17,23 +17,21 @@ class EndpointConfig:
     """Servers to send requests to: `urls` that run already, or the one that the command `serve` starts.
 
     requested_model: name of the model in requests; None: the only one that the server lists. route: of all requests.
-    port: of a started server; None: a free one. max_concurrency: maximum open requests of one server. start_timeout_s:
-    time until the first answer. stall_timeout_s: maximum time without a generated token. request_timeout_s: maximum
-    time of an answer that does not arrive in pieces. max_retries: of a failed request. requests_per_minute,
-    tokens_per_minute: limits of all servers together; None: unlimited. headers: added to each request. extra_body:
-    fields that are added to each request; None removes a field. serve_secrets: values of variables in `serve`.
-    allow_control_tokens: send texts in which the server would parse control tokens. params, dimensions: options of the
-    first request, so that a server without them fails at once. expected_model, expected_version: those of the run that
-    this one continues; None: a new output. accept_models: other names of the model that answers may have. prices: of 1M
-    tokens in USD, by `input`, `cached_input` and `output`; empty: unknown. has_budget: rows are sent only within the
-    engine's grants, at these prices.
+    max_concurrency: maximum open requests of one server. start_timeout_s: time until the first answer. stall_timeout_s:
+    maximum time without a generated token. request_timeout_s: maximum time of an answer that does not arrive in pieces.
+    max_retries: of a failed request. requests_per_minute, tokens_per_minute: limits of all servers together; None:
+    unlimited. headers: added to each request. extra_body: fields that are added to each request; None removes a field.
+    serve_secrets: values of variables in `serve`. allow_control_tokens: send texts in which the server would parse
+    control tokens. params, dimensions: options of the first request, so that a server without them fails at once.
+    expected_model, expected_version: those of the run that this one continues; None: a new output. accept_models: other
+    names of the model that answers may have. prices: of 1M tokens in USD, by `input`, `cached_input` and `output`;
+    empty: unknown. has_budget: rows are sent only within the engine's grants, at these prices.
     """
 
     urls: tuple[str, ...] = ()
     serve: tuple[str, ...] = field(default=(), repr=False)  # with secrets
     requested_model: str | None = None
     route: Route = "chat"
-    port: int | None = None
     api_key: str | None = field(default=None, repr=False)
     start_timeout_s: float = 1800.0
     stall_timeout_s: float = 300.0

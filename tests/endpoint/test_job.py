@@ -124,7 +124,6 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": {"chat": {"template": "{{ messages }}"}}}, "prompt.chat.template", UNUSED),
     ({"run": {"actors": 2}}, "run.actors", "must be 1 with server.url"),
     ({"server": {"url": None}}, "server", "expected one of url and serve"),
-    ({"server": {"url": "http://h:1", "port": 5}}, "server", "port needs serve"),
     ({"server": {"url": "h:1"}}, "server.url", "expected http://HOST:PORT/v1"),
     ({"server": {"url": "http://me:pw@h:1"}}, "server.url", "cannot contain a user"),
 ]

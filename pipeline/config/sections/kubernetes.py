@@ -6,7 +6,6 @@ from pydantic import Field, StringConstraints
 
 from pipeline.config.values import ConfigSection
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
 Quantity = Annotated[str, StringConstraints(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Image = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,500}$")]
 
@@ -50,11 +49,6 @@ class KubernetesSection(ConfigSection):
         description="Container image of all pods, best by digest: a tag can change between two tries.",
         examples=["registry.example.com/parquet-batch-inference@sha256:0123"],
     )
-    namespace: Name | None = Field(
-        default=None,
-        description="Namespace of all objects. Default: kubectl's.",
-        examples=["batch"],
-    )
     cpus: int = Field(
         default=4,
         ge=2,
@@ -63,9 +57,6 @@ class KubernetesSection(ConfigSection):
     )
     memory: Quantity = Field(default="8Gi", description="Memory of a worker pod.", examples=["64Gi"])
     gpus: int = Field(default=0, ge=0, description="GPUs of a worker pod and its engine.", examples=[1])
-    retries: int = Field(
-        default=3, ge=0, description="New clusters after a failed one; each resumes from the parts.", examples=[5]
-    )
     patch: PatchSection = Field(
         default=PatchSection(),
         description="JSON merge patches (RFC 7386) for everything without a key here: spot nodes, volumes, secrets. "

@@ -59,13 +59,6 @@ class ServerSection(ConfigSection):
         examples=[{"api-key": "${AZURE_KEY}"}],
         json_schema_extra=HIDDEN,
     )
-    port: int | None = Field(
-        default=None,
-        ge=1,
-        le=65535,
-        description="With serve: port of the server. Default: a free one.",
-        examples=[8000],
-    )
     start_timeout: Annotated[Duration, Field(gt=0)] = Field(
         default=1800.0,
         description="Maximum time until a server generates its first token.",
@@ -162,8 +155,6 @@ class ServerSection(ConfigSection):
     def _one_source(self) -> "ServerSection":
         if (self.url is None) == (self.serve is None):
             raise ValueError("expected one of url and serve")
-        if self.port is not None and self.serve is None:
-            raise ValueError("port needs serve; a url has its own port")
         if self.serve is not None and (self.requests_per_minute or self.tokens_per_minute):
             raise ValueError("requests_per_minute and tokens_per_minute need url; a server of the run has no limits")
         return self
@@ -182,7 +173,6 @@ class ServerSection(ConfigSection):
             tokens_per_minute=self.tokens_per_minute,
             serve_secrets=values,
             requested_model=self.model,
-            port=self.port,
             api_key=self.api_key,
             start_timeout_s=self.start_timeout,
             extra_body=self.extra_body,
