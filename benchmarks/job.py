@@ -244,7 +244,7 @@ def _of_server(job_file: Path, url: str) -> Path:
     job = json.loads(job_file.read_text())
     del job["model"]
     path = job_file.with_name("server.yaml")
-    path.write_text(json.dumps(job | {"server": {"url": url}}))
+    path.write_text(json.dumps(job | {"server": {"base_url": url}}))
     return path
 
 

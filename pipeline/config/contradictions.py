@@ -130,8 +130,8 @@ def _with_server(job: JobKeys, server: ServerSection) -> Iterator[Contradiction]
         yield "quality.sample", "is not supported with a server; remove it"
     if job.prompt.chat is not None and job.prompt.chat.template is not None:
         yield "prompt.chat.template", unused
-    if server.url is not None and job.run.actors != 1:
-        yield "run.actors", "must be 1 with server.url: one engine keeps all servers busy"
+    if server.base_url is not None and job.run.actors != 1:
+        yield "run.actors", "must be 1 with server.base_url: one engine keeps all servers busy"
 
 
 def _equal_samples(job: JobKeys) -> Iterator[Contradiction]:

@@ -16,7 +16,7 @@ PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("input", "path"),
     ("output", "path"),
     ("model", "path"),
-    ("server", "url"),
+    ("server", "base_url"),
     ("server", "api_key"),
     ("server", "headers"),
     ("server", "serve"),

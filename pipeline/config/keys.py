@@ -78,7 +78,7 @@ class JobKeys(ConfigSection):
         default=None,
         description="A server with OpenAI's API instead of our own engine. Of the section engine, only max_num_seqs "
         "applies to it.",
-        examples=[{"url": "http://localhost:8000/v1"}],
+        examples=[{"base_url": "http://localhost:8000/v1"}],
     )
     speculation: Annotated[SpeculationSection, or_word(WORDS["speculation"], SpeculationSection, BareMethod)] = Field(
         default=SpeculationSection(),

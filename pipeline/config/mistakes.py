@@ -34,6 +34,7 @@ _KNOWN_ELSEWHERE = {
     "concurrency": "named run.actors here: how many copies of the model run",
     "batch_size": "not needed: batches are formed at each step; engine.max_num_seqs limits rows at once, "
     "output.rows_per_file rows of an output file",
+    "url": "named server.base_url here",
     "model_source": "named model.path here",
     "chat_template": "named prompt.chat.template here: a file",
     "chat_template_kwargs": "named prompt.chat.template_kwargs here",

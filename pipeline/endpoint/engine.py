@@ -222,7 +222,7 @@ class EndpointEngine:
             if self._server is not None and self._server.has_ended:
                 raise EnvironmentFailed(f"The server ended while starting. Its last lines:\n{self._server.tail()}")
             if self._server is None and min(hopeless.values()) >= PROBES:
-                raise ConfigError(f"server.url: {reason}")
+                raise ConfigError(f"server.base_url: {reason}")
             if time.monotonic() >= deadline_s:
                 raise EnvironmentFailed(
                     f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). {reason}"

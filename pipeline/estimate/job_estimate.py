@@ -157,8 +157,8 @@ def _check_options(
     for flag, value in (("--hardware", hardware), ("--prices", prices)):
         if value:
             raise ConfigError(f"{flag}: has no effect with a server, whose hardware is the server's; remove it")
-    if server.url is not None and any(count > 1 for count in actors):
-        raise ConfigError("--actors: must be 1 with server.url: one engine keeps all servers busy")
+    if server.base_url is not None and any(count > 1 for count in actors):
+        raise ConfigError("--actors: must be 1 with server.base_url: one engine keeps all servers busy")
 
 
 @dataclass(frozen=True)

@@ -409,7 +409,7 @@ def test_each_change_is_of_the_identity_the_numerics_or_free(job, change, identi
 def test_every_key_is_of_one_class(job):
     """Each field of a section is in the identity, the numerics or the record of free keys, except fields that may hold
     a secret, and the file of a chat template, whose text is in the identity."""
-    text = MINIMAL.replace("column: text", "column: text, chat: true") + "server: {url: 'http://localhost:8000'}\n"
+    text = MINIMAL.replace("column: text", "column: text, chat: true") + "server: {base_url: 'http://localhost:8000'}\n"
     parts = [free_of(job(text)), numerics_of(job(text)), identity_of(job(text))]
     seen = {f"{name}.{key}" for part in parts for name in part if isinstance(part[name], dict) for key in part[name]}
     hidden = {"run.notify", "server.api_key", "server.headers"}

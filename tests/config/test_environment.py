@@ -64,14 +64,14 @@ server: %s
 
 def test_variables_are_replaced_in_urls_and_headers(job):
     given = {"A": "http://a", "B": "http://b", "KEY": "secret-1234\n"}
-    found = job(given, SERVER % '{url: ["${A}/v1", "${B}/v1"], headers: {api-key: "${KEY}", x-team: mine}}')
+    found = job(given, SERVER % '{base_url: ["${A}/v1", "${B}/v1"], headers: {api-key: "${KEY}", x-team: mine}}')
     config = found.server.config(given)
     assert config.urls == ("http://a/v1", "http://b/v1")
     assert config.headers == {"api-key": "secret-1234", "x-team": "mine"}
     assert {"secret-1234", "mine"} == config.secrets
     for text in (found.server, config, identity_of(found), numerics_of(found), free_of(found)):
         assert "secret-1234" not in str(text)
-    found = job({}, SERVER % '{url: "http://a", extra_body: {note: "${A}"}}')
+    found = job({}, SERVER % '{base_url: "http://a", extra_body: {note: "${A}"}}')
     assert found.server.config().extra_body == {"note": "${A}"}
 
 
@@ -111,22 +111,22 @@ def test_a_secret_in_the_command_of_a_server_is_refused(job, serve):
 def test_other_commands_and_urls_are_accepted(job):
     for server in (
         '{serve: [vllm, serve, m, --max-model-len, "8192", --tokenizer, t]}',
-        '{url: "https://h/openai/deployments/d?api-version=2024-02-01"}',
+        '{base_url: "https://h/openai/deployments/d?api-version=2024-02-01"}',
     ):
         assert job({}, SERVER % server).server is not None
     for server, message in (
-        ('{url: "https://user:pw@h/v1"}', "cannot contain a user"),
-        ('{url: "https://h/v1", headers: {"a b": x}}', "not a valid header name"),
-        ('{url: "https://h/v1", headers: {a: "x\\ny"}}', "printable ASCII"),
-        ('{serve: [vllm], requests_per_minute: 5}', "need url"),
+        ('{base_url: "https://user:pw@h/v1"}', "cannot contain a user"),
+        ('{base_url: "https://h/v1", headers: {"a b": x}}', "not a valid header name"),
+        ('{base_url: "https://h/v1", headers: {a: "x\\ny"}}', "printable ASCII"),
+        ('{serve: [vllm], requests_per_minute: 5}', "need base_url"),
     ):  # fmt: skip
         with pytest.raises(JobFileError, match=message):
             job({}, SERVER % server)
 
 
 @pytest.mark.parametrize(("text", "options", "expected"), [
-    ("server: {url: '${URL}', windw: 2}\nstorage_options: {s3: {profile: x}}\n",
-     {}, ["input.path: the env", "output.path: the env", "server.url: the environment variable URL",
+    ("server: {base_url: '${URL}', windw: 2}\nstorage_options: {s3: {profile: x}}\n",
+     {}, ["input.path: the env", "output.path: the env", "server.base_url: the environment variable URL",
           "server.windw: unknown key"]),
     ("sampling: {structured_outputs: {json_file: '${DAY}.json'}, max_tokens: few}\n",
      {}, ["input.path: ", "output.path: ", "sampling.max_tokens: expected", "structured_outputs.json_file: the env"]),

@@ -78,11 +78,11 @@ def test_what_never_heals_ends_the_start_with_its_cause(tmp_path: Path, monkeypa
             (f"https://{page}/v1", "WRONG_VERSION_NUMBER"),
             (f"http://{page}/v1", "/models: status 200: <html>Welcome"),
         ):
-            with pytest.raises(ConfigError, match=r"^server\.url: ") as caught:
+            with pytest.raises(ConfigError, match=r"^server\.base_url: ") as caught:
                 compute(url)
             assert cause in str(caught.value)
         monkeypatch.setenv("https_proxy", f"http://user:hidden@{page}")
-        with pytest.raises(ConfigError, match=r"^server\.url: .*ProxyError: 403") as caught:
+        with pytest.raises(ConfigError, match=r"^server\.base_url: .*ProxyError: 403") as caught:
             compute("https://api.example.com/v1", requested_model="m")
         assert "hidden" not in str(caught.value)
     assert time.monotonic() - begin_s < 60

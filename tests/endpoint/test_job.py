@@ -29,7 +29,7 @@ def job_file(folder: Path, url: str, num_rows: int, **sections: dict[str, Any]) 
     job: dict[str, dict[str, Any]] = {
         "input": {"path": str(folder / "in.parquet")},
         "prompt": {"template": "say {text}"},
-        "server": {"url": url},
+        "server": {"base_url": url},
         "sampling": {"max_tokens": 4},
         "output": {"path": str(folder / "out"), "rows_per_file": 8},
         "run": {"max_error_rate": 0.5},
@@ -57,7 +57,7 @@ def test_rows_errors_and_no_key_in_any_file(
     monkeypatch.setenv("FAKE_KEY", KEY)
     quoted = {"match": "row7.", "status": 400, "body": {"error": {"message": f"no, {KEY}"}}}
     with FakeServer(api_key=KEY, too_long=15, content_filter={"match": "row6."}, error=quoted) as server:
-        backend = {"url": server.url, "api_key": "${FAKE_KEY}"}
+        backend = {"base_url": server.url, "api_key": "${FAKE_KEY}"}
         path = job_file(tmp_path, server.url, 60, server=backend)
         run_job(load_job(path))
         code, shown, progress = pipe("validate", str(path), "--json")
@@ -122,10 +122,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": {"generation_config": "model"}}, "sampling.generation_config", "needs the checkpoint"),
     ({"quality": {"sample": 0.1}}, "quality.sample", "not supported with a server"),
     ({"prompt": {"chat": {"template": "{{ messages }}"}}}, "prompt.chat.template", UNUSED),
-    ({"run": {"actors": 2}}, "run.actors", "must be 1 with server.url"),
-    ({"server": {"url": None}}, "server", "expected one of url and serve"),
-    ({"server": {"url": "h:1"}}, "server.url", "expected http://HOST:PORT/v1"),
-    ({"server": {"url": "http://me:pw@h:1"}}, "server.url", "cannot contain a user"),
+    ({"run": {"actors": 2}}, "run.actors", "must be 1 with server.base_url"),
+    ({"server": {"base_url": None}}, "server", "expected one of base_url and serve"),
+    ({"server": {"base_url": "h:1"}}, "server.base_url", "expected http://HOST:PORT/v1"),
+    ({"server": {"base_url": "http://me:pw@h:1"}}, "server.base_url", "cannot contain a user"),
 ]
 
 
@@ -158,7 +158,7 @@ def test_white_space_around_a_key_is_dropped_and_other_odd_characters_are_refuse
 def test_a_job_continues_when_one_of_two_servers_ends(tmp_path: Path):
     slow = {"slots": 8, "seconds_per_request": 0.02}
     with FakeServer(**slow) as server, FakeServer(die={"after": 60}, **slow) as dying:
-        report = run_job(load_job(job_file(tmp_path, server.url, 300, server={"url": [server.url, dying.url]})))
+        report = run_job(load_job(job_file(tmp_path, server.url, 300, server={"base_url": [server.url, dying.url]})))
     found = rows(tmp_path)
     assert len(found) == 300
     for name in found.keys() - {"row5"}:

@@ -47,7 +47,7 @@ def test_without_an_earlier_run_plan_contacts_no_server_and_names_what_is_known(
     assert "`--probe 64` measures" in shown
     assert not (tmp_path / "out").exists()
     started = tmp_path / "started"
-    path = job_file(tmp_path, "", 30, server={"url": None, "serve": ["touch", str(started)]})
+    path = job_file(tmp_path, "", 30, server={"base_url": None, "serve": ["touch", str(started)]})
     assert planned(path)["estimate"] is None
     assert not started.exists()
 
@@ -122,7 +122,7 @@ def test_runs_on_another_server_or_with_other_requests_are_not_used(tmp_path: Pa
         assert planned(path)["estimate"] is not None
         embed = ["--set", "task.type=embed", "--set", "task.dimensions=8"]
         differences = [
-            ["--set", f"server.url={other.url}"],
+            ["--set", f"server.base_url={other.url}"],
             ["--set", "server.model=large"],
             ["--set", "server.extra_body={reasoning_effort: high}"],
             embed,
@@ -140,7 +140,7 @@ def test_runs_on_another_server_or_with_other_requests_are_not_used(tmp_path: Pa
 def test_engines_with_a_server_each_are_compared(tmp_path: Path, planned: Callable[..., Any]):
     serve = [sys.executable, "-m", "tests.endpoint.fake_server"]
     behaviour = {"slots": 1, "seconds_per_request": 0.05, "usage": "missing"}
-    backend = {"url": None, "serve": [*serve, "--behaviour", json.dumps(behaviour)]}
+    backend = {"base_url": None, "serve": [*serve, "--behaviour", json.dumps(behaviour)]}
     path = job_file(tmp_path, "", 200, server=backend)
     found = planned(path, "--probe", "8", "--actors", "1,2")
     one, two = found["here"]
@@ -158,7 +158,7 @@ def test_engines_with_a_server_each_are_compared(tmp_path: Path, planned: Callab
     [
         (["--hardware", "h100"], "--hardware: has no effect with a server"),
         (["--prices", "pipeline/estimate/prices.yaml"], "--prices: has no effect with a server"),
-        (["--actors", "1,2"], "--actors: must be 1 with server.url"),
+        (["--actors", "1,2"], "--actors: must be 1 with server.base_url"),
     ],
 )
 def test_options_of_our_own_engine_are_refused(tmp_path: Path, pipe: Pipe, flags: list[str], message: str):

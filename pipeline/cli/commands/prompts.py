@@ -122,7 +122,7 @@ def generate(
 
     flags: dict[str, Any] = {"model.path": (model or "demo:target-awq", "--model")}
     if url is not None:
-        flags = {"server": ({"url": url, "model": model}, "--url")}
+        flags = {"server": ({"base_url": url, "model": model}, "--url")}
     if adapter is not None:
         flags |= {"model.adapters": ({"adapter": adapter}, "--adapter"), "model.adapter": ("adapter", "--adapter")}
     flags |= {**_sampling_flags(sampling, stop), **_form_flags(json_schema, choice)}

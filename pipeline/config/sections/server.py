@@ -18,9 +18,9 @@ _SECRET_VALUE = re.compile(r"^(sk-|hf_|Bearer )")
 
 
 class ServerSection(ConfigSection):
-    """A server with OpenAI's API as the engine: one that runs already (`url`), or one that the run starts (`serve`)."""
+    """A server with OpenAI's API as the engine: one that runs already (`base_url`), or one that the run starts (`serve`)."""
 
-    url: Texts | None = Field(
+    base_url: Texts | None = Field(
         default=None,
         description="Url of a running server, such as http://host:8000/v1, or a list of urls, which share the rows.",
         examples=["http://localhost:8000/v1"],
@@ -106,7 +106,7 @@ class ServerSection(ConfigSection):
         json_schema_extra=IDENTITY,
     )
 
-    @field_validator("url")
+    @field_validator("base_url")
     @classmethod
     def _of_http(cls, urls: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for url in urls or ():
@@ -153,10 +153,10 @@ class ServerSection(ConfigSection):
 
     @model_validator(mode="after")
     def _one_source(self) -> "ServerSection":
-        if (self.url is None) == (self.serve is None):
-            raise ValueError("expected one of url and serve")
+        if (self.base_url is None) == (self.serve is None):
+            raise ValueError("expected one of base_url and serve")
         if self.serve is not None and (self.requests_per_minute or self.tokens_per_minute):
-            raise ValueError("requests_per_minute and tokens_per_minute need url; a server of the run has no limits")
+            raise ValueError("requests_per_minute and tokens_per_minute need base_url; a server of the run has no limits")
         return self
 
     def config(self, environ: Mapping[str, str] = os.environ, **options: Any) -> EndpointConfig:
@@ -164,7 +164,7 @@ class ServerSection(ConfigSection):
         options: other fields of `EndpointConfig`."""
         serve, values = filled(self.serve or (), environ)
         return EndpointConfig(
-            urls=self.url or (),
+            urls=self.base_url or (),
             serve=serve,
             headers=self.headers,
             request_timeout_s=self.request_timeout,

@@ -72,7 +72,7 @@ def _machine(plan: JobPlan) -> str:
     """Return a digest of the settings that determine speed and are known before an engine starts."""
     run, numerics = plan.job.config.run, plan.fingerprint.numerics
     cores = run.cpus_per_actor or max(1, available_cores() // run.pool[1])
-    urls = (plan.fingerprint.free.get("server") or {}).get("url")
+    urls = (plan.fingerprint.free.get("server") or {}).get("base_url")
     return _digest([numerics, plan.device, processor()[0], cores, ray_address() is not None, urls])
 
 
