@@ -11,15 +11,15 @@ from pipeline.errors import ConfigError
 MAX_BYTES = 16 * 2**20
 ADVICE = (
     "Use prompt.template or prompt.column instead of messages, without prompt.chat or --chat; use the model's instruct "
-    "version; or set prompt.chat.template to a file with a template"
+    "version; or set prompt.chat.chat_template to a file with a template"
 )
 _FILES = ("chat_template.*", "tokenizer_config.json", "additional_chat_templates/*.jinja")
 _CLOCK = "strftime_now"  # the only function that gives a template the date
 
 
 def read_template(path: str) -> str:
-    """Read the template file of `prompt.chat.template`. Raises ConfigError."""
-    location, key = Path(os.path.expanduser(path)), f"prompt.chat.template {path}"
+    """Read the template file of `prompt.chat.chat_template`. Raises ConfigError."""
+    location, key = Path(os.path.expanduser(path)), f"prompt.chat.chat_template {path}"
     try:
         with open(location, "rb") as file:
             raw = file.read(MAX_BYTES + 1)

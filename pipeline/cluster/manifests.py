@@ -191,9 +191,9 @@ def _files(config: JobConfig, open_vars: Mapping[str, str]) -> dict[str, str]:
         for section in ("input", "output"):
             data[section]["path"] = data[section]["path"].replace(text, f"${{{name}}}")
     found = {}
-    if (chat := config.prompt.chat) is not None and chat.template is not None:
-        found[TEMPLATE_FILE] = read_template(chat.template)
-        data["prompt"]["chat"]["template"] = TEMPLATE_FILE
+    if (chat := config.prompt.chat) is not None and chat.chat_template is not None:
+        found[TEMPLATE_FILE] = read_template(chat.chat_template)
+        data["prompt"]["chat"]["chat_template"] = TEMPLATE_FILE
     found[JOB_FILE] = json.dumps(data, indent=1)
     if sum(map(len, found.values())) > MAX_CONFIG_MAP:
         raise ConfigError(f"the job file and its chat template exceed a ConfigMap's limit of {MAX_CONFIG_MAP:,} bytes")

@@ -79,8 +79,8 @@ def _without_completions(job: JobKeys) -> Iterator[Contradiction]:
     if job.input.has_requests and task != "embed":
         reason = "the lines of format openai are requests for completions or embeddings; use task generate or embed"
         yield "input.format", reason
-    if "samples" in job.output.model_fields_set:
-        yield "output.samples", unused
+    if "samples_as" in job.output.model_fields_set:
+        yield "output.samples_as", unused
     if job.speculation.method not in ("auto", "off"):
         yield "speculation", unused
     if job.quality.sample > 0:
@@ -128,8 +128,8 @@ def _with_server(job: JobKeys, server: ServerSection) -> Iterator[Contradiction]
         yield "sampling.generation_config", "model needs the checkpoint, which the server has; write the values"
     if job.quality.sample > 0:
         yield "quality.sample", "is not supported with a server; remove it"
-    if job.prompt.chat is not None and job.prompt.chat.template is not None:
-        yield "prompt.chat.template", unused
+    if job.prompt.chat is not None and job.prompt.chat.chat_template is not None:
+        yield "prompt.chat.chat_template", unused
     if server.base_url is not None and job.run.actors != 1:
         yield "run.actors", "must be 1 with server.base_url: one engine keeps all servers busy"
 

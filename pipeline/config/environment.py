@@ -22,7 +22,7 @@ PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("server", "serve"),
     ("speculation", "model"),
     ("quality", "model"),
-    ("prompt", "chat", "template"),
+    ("prompt", "chat", "chat_template"),
     ("sampling", "structured_outputs", "json_file"),
 )
 VARIABLE_KEYS = (("input", "path"), ("output", "path"))

@@ -42,7 +42,8 @@ def free_of(job: JobKeys) -> dict[str, Any]:
 
 
 def _dump(job: JobKeys, mark: str, only_set: bool) -> dict[str, Any]:
-    return job.model_dump(mode="json", include=_marked(type(job), mark), exclude_defaults=only_set)
+    """Return the keys with a mark. A key that was renamed keeps its first name in outputs: its serialization alias."""
+    return job.model_dump(mode="json", include=_marked(type(job), mark), exclude_defaults=only_set, by_alias=True)
 
 
 def _marked(section: type[BaseModel], mark: str) -> dict[str, Any]:

@@ -36,14 +36,12 @@ _KNOWN_ELSEWHERE = {
     "output.rows_per_file rows of an output file",
     "url": "named server.base_url here",
     "model_source": "named model.path here",
-    "chat_template": "named prompt.chat.template here: a file",
-    "chat_template_kwargs": "named prompt.chat.template_kwargs here",
     "reasoning_parser": "named sampling.reasoning here: auto, or {start, end}",
     "reasoning_config": "named sampling.reasoning here: auto, or {start, end}",
     "thinking_budget": "named sampling.thinking_token_budget here",
-    "reasoning_effort": "write prompt.chat.template_kwargs: {reasoning_effort: low} if the model's template has it, "
+    "reasoning_effort": "write prompt.chat.chat_template_kwargs: {reasoning_effort: low} if the model's template has it, "
     "or sampling.thinking_token_budget",
-    "enable_thinking": "write prompt.chat.template_kwargs: {enable_thinking: false}",
+    "enable_thinking": "write prompt.chat.chat_template_kwargs: {enable_thinking: false}",
     "model_revision": "named model.revision here",
     "input_path": "named input.path here",
     "output_path": "named output.path here",

@@ -211,7 +211,7 @@ def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:
     from pipeline.tokenization.tokenizer import Tokenizer
 
     chat = setup.job and setup.job.prompt.chat
-    template = read_template(chat.template) if chat is not None and chat.template is not None else None
+    template = read_template(chat.chat_template) if chat is not None and chat.chat_template is not None else None
     tokenizer = Tokenizer.from_folder(str(folder), template)
     known, rows = tokenizer.vocab_size, read_config(folder).vocab_size
     if known > rows:

@@ -56,9 +56,9 @@ def complete(
 
     Failed prompts are counted and do not stop the others. Raises ConfigError, also for samples as rows.
     """
-    if config.output.samples == "rows":
+    if config.output.samples_as == "rows":
         raise ConfigError(
-            "output.samples: rows is supported only in jobs, whose input is Parquet, a folder, a glob or a url. Here "
+            "output.samples_as: rows is supported only in jobs, whose input is Parquet, a folder, a glob or a url. Here "
             "each prompt has one answer, with its samples in lists"
         )
     if config.task.type != "generate":

@@ -12,7 +12,7 @@ from pipeline.errors import UserError
 
 _CALLS = ("tool_calls", "function_call")
 _ANSWERS = ("tool", "function")
-_ADVICE = "set prompt.chat.template to one that does, or remove such messages"
+_ADVICE = "set prompt.chat.chat_template to one that does, or remove such messages"
 
 
 class ChatTemplateError(UserError):

@@ -181,7 +181,7 @@ def test_validate_shows_a_chat_through_the_template(work, shown, found):
     )
     assert found(chat)["first_prompt"]["tokens"] > found()["first_prompt"]["tokens"] > 10
     (work / "mine.jinja").write_text("MINE {{ messages[0].content }} {{ tone }}")
-    mine = ("prompt.chat.template=mine.jinja", "prompt.chat.template_kwargs={tone: kind}")
+    mine = ("prompt.chat.chat_template=mine.jinja", "prompt.chat.chat_template_kwargs={tone: kind}")
     assert found(*mine)["first_prompt"]["text"].endswith("kind")
     (work / "mine.jinja").write_text("{{ raise_exception('no such role') }}")
     assert "becomes an error row: invalid_messages: the chat template rejected" in shown(*mine)
@@ -203,8 +203,8 @@ def test_validate_shows_how_long_the_prompts_of_a_sample_are(put, shown, found):
 
 @pytest.mark.parametrize(("prompt", "expected"), [
     ("chat: true", "prompt.chat: bare: the checkpoint has no chat template"),
-    ("chat: {template: nowhere.jinja}", "nowhere.jinja: no such file"),
-    ("chat: {template: data/a.parquet}", "data/a.parquet: not UTF-8 text"),
+    ("chat: {chat_template: nowhere.jinja}", "nowhere.jinja: no such file"),
+    ("chat: {chat_template: data/a.parquet}", "data/a.parquet: not UTF-8 text"),
 ])  # fmt: skip
 def test_a_chat_without_a_template_is_refused_before_anything_is_loaded(work, pipe, prompt, expected):
     shutil.copytree(demo_model("target"), work / "bare")

@@ -268,7 +268,10 @@ def test_hostile_texts_stay_text(pipe, job_file, tmp_path):
 def test_a_job_means_the_same_in_a_pod(pipe, job_file, tmp_path, monkeypatch):
     (tmp_path / "mine.jinja").write_text("{{ messages[0].content }}")
     path = job_file(
-        prompt={"template": "${price} {text} $(reboot) 'quoted'\n", "chat": {"template": str(tmp_path / "mine.jinja")}},
+        prompt={
+            "template": "${price} {text} $(reboot) 'quoted'\n",
+            "chat": {"chat_template": str(tmp_path / "mine.jinja")},
+        },
         sampling={"max_tokens": 7, "temperature": 1e-05, "stop": ["no", "1e5", "012", "~"]},
     )
     made = made_by(pipe, path, "--set", "sampling.seed=3")
@@ -279,8 +282,8 @@ def test_a_job_means_the_same_in_a_pod(pipe, job_file, tmp_path, monkeypatch):
     after = load_job("job.json")
     assert identity_of(after) == identity_of(before)
     assert (after.sampling, after.input, after.output) == (before.sampling, before.input, before.output)
-    assert Path(after.prompt.chat.template).read_text() == "{{ messages[0].content }}"
-    assert "no such file" in refusal(pipe, path, "--set", "prompt.chat.template=none.jinja")
+    assert Path(after.prompt.chat.chat_template).read_text() == "{{ messages[0].content }}"
+    assert "no such file" in refusal(pipe, path, "--set", "prompt.chat.chat_template=none.jinja")
 
 
 # --- what is refused

@@ -74,7 +74,7 @@ def test_a_full_job(job):
         "input: {path: 's3://b/*.parquet', columns: [id, text], limit: 10}\n"
         "storage_options: {s3: {key: k}}\n"
         "prompt: {template: '{title}: {text} {{x}} {title}',\n"
-        "         chat: {system: Be brief., template_kwargs: {a: false}}}\n"
+        "         chat: {system: Be brief., chat_template_kwargs: {a: false}}}\n"
         "model: org/name\n"
         "engine: {device: 'cuda:1', dtype: bfloat16, deterministic: on,\n"
         "         kv_cache_memory_bytes: 2 GiB, max_num_seqs: 64}\n"
@@ -419,6 +419,15 @@ def test_every_key_is_of_one_class(job):
             missing = {f"{name}.{key}" for key in section.model_fields} - seen - hidden
             assert not missing, field
     assert set(parts[2]["prompt"]["chat"]) == {"system", "continue_final_message", "template_kwargs"}
+
+
+def test_a_renamed_key_keeps_its_first_name_in_the_identity(job):
+    """Outputs that exist can be resumed."""
+    chat = "column: text, chat: {chat_template_kwargs: {a: 1}}"
+    text = MINIMAL.replace("column: text", chat).replace("path: out", "path: out, samples_as: rows")
+    identity = identity_of(job(text), only_set=True)
+    assert identity["prompt"] == {"column": "text", "chat": {"template_kwargs": {"a": 1}}}
+    assert identity["output"] == {"samples": "rows"}
 
 
 def test_a_task_is_in_the_identity_and_computes_no_completion(job):

@@ -30,7 +30,7 @@ def test_a_key_of_another_tool_is_refused_with_its_hint(tmp_path):
         ("speculative_config", "speculation"), ("guided_json", "sampling.structured_outputs: {json"),
         ("structured_outputs", "sampling.structured_outputs"), ("max_new_tokens", "sampling.max_tokens"),
         ("tensor_parallel_size", "engine.tensor_parallel_size"), ("trust_remote_code", "never run"),
-        ("pipeline_parallel_size", "docs/parallel.md"), ("template_kwargs", "prompt.chat.template_kwargs"),
+        ("pipeline_parallel_size", "docs/parallel.md"), ("chat_template", "prompt.chat.chat_template"),
     ],
 )  # fmt: skip
 def test_common_keys_of_other_tools_have_a_hint(tmp_path, key, hint):

@@ -121,7 +121,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"sampling": {"prompt_logprobs": 1}}, "sampling.prompt_logprobs", "not supported with a server"),
     ({"sampling": {"generation_config": "model"}}, "sampling.generation_config", "needs the checkpoint"),
     ({"quality": {"sample": 0.1}}, "quality.sample", "not supported with a server"),
-    ({"prompt": {"chat": {"template": "{{ messages }}"}}}, "prompt.chat.template", UNUSED),
+    ({"prompt": {"chat": {"chat_template": "{{ messages }}"}}}, "prompt.chat.chat_template", UNUSED),
     ({"run": {"actors": 2}}, "run.actors", "must be 1 with server.base_url"),
     ({"server": {"base_url": None}}, "server", "expected one of base_url and serve"),
     ({"server": {"base_url": "h:1"}}, "server.base_url", "expected http://HOST:PORT/v1"),

@@ -57,8 +57,9 @@ class OutputSection(ConfigSection):
         description="Folder for results, local or an fsspec url: part-*.parquet, _SUCCESS and _pipeline/.",
         examples=["out/summarize", "s3://bucket/labels"],
     )
-    samples: Literal["lists", "rows"] = Field(
+    samples_as: Literal["lists", "rows"] = Field(
         default="lists",
+        serialization_alias="samples",
         description="How to write several completions of a row (sampling.n): as lists in one row, or as separate rows "
         "with the kept columns and a sample_index, from 0.",
         examples=["rows"],

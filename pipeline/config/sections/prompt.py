@@ -23,7 +23,7 @@ class ChatSection(ConfigSection):
         examples=["Answer with one word."],
         json_schema_extra=IDENTITY,
     )
-    template: Annotated[str, Field(min_length=1)] | None = Field(
+    chat_template: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description="File with a chat template (Jinja). Default: the model's template.",
         examples=["templates/llama3-tools.jinja"],
@@ -35,8 +35,9 @@ class ChatSection(ConfigSection):
         examples=[False],
         json_schema_extra=IDENTITY,
     )
-    template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: dict[str, Any] = Field(
         default={},
+        serialization_alias="template_kwargs",
         description="More variables for the chat template.",
         examples=[{"enable_thinking": False}],
         json_schema_extra=IDENTITY,

@@ -65,7 +65,7 @@ class SamplingSection(ConfigSection):
     n: PerRow[int] = Field(
         default=1,
         description="Completions per row. If it is not 1, the columns generated_text, finish_reason and logprobs are "
-        "lists, or rows with output.samples: rows. More than one need a temperature above 0.",
+        "lists, or rows with output.samples_as: rows. More than one need a temperature above 0.",
         examples=[8, {"column": "num_samples"}],
         json_schema_extra={**IDENTITY, "minimum": 1, "maximum": MAX_SAMPLES},
     )

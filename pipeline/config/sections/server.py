@@ -156,7 +156,9 @@ class ServerSection(ConfigSection):
         if (self.base_url is None) == (self.serve is None):
             raise ValueError("expected one of base_url and serve")
         if self.serve is not None and (self.requests_per_minute or self.tokens_per_minute):
-            raise ValueError("requests_per_minute and tokens_per_minute need base_url; a server of the run has no limits")
+            raise ValueError(
+                "requests_per_minute and tokens_per_minute need base_url; a server of the run has no limits"
+            )
         return self
 
     def config(self, environ: Mapping[str, str] = os.environ, **options: Any) -> EndpointConfig:

@@ -46,7 +46,7 @@ class ResolvedJob:
     draft: Path | None
     adapters: Mapping[str, Path]  # folders of the adapters that rows may use, by name
     reference: Path | None  # folder of the reference model of quality.sample
-    chat_template: str | None  # the text of prompt.chat.template; None: the checkpoint's own, or none
+    chat_template: str | None  # the text of prompt.chat.chat_template; None: the checkpoint's own, or none
     task: JobTask | None  # None: generate text
     params: SamplingParams  # defaults of rows without values of their own
     units: UnitSpec  # rules for rendering rows and cutting units
@@ -156,7 +156,7 @@ def result_shape(
     """Return the shape of the result columns. task_fields: result columns of a task; None for generation."""
     of_requests = config.input.has_requests and config.task.type == "generate"
     return ResultShape(
-        "rows" if config.output.samples == "rows" else "one" if sampling.n == 1 else "lists",
+        "rows" if config.output.samples_as == "rows" else "one" if sampling.n == 1 else "lists",
         logprobs=sampling.logprobs is not None or of_requests,  # some request rows may ask for logprobs
         prompt_logprobs=sampling.prompt_logprobs is not None,
         reasoning=sampling.reasoning is not None,

@@ -86,7 +86,7 @@ def chat_of(prompt: "PromptSection", task: "TaskType", now: datetime | None) -> 
         prompt.messages is not None,
         given.system,
         task not in _WITHOUT_ASSISTANT,
-        given.template_kwargs,
+        given.chat_template_kwargs,
         given.continue_final_message,
         now if given.date is None else datetime.fromisoformat(given.date),
     )

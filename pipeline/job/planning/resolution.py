@@ -375,9 +375,9 @@ class Resolution:
 
     def template(self) -> None:
         chat = self.prompt.chat
-        if chat is not None and chat.template is not None:
-            with _with_key("prompt.chat.template"):
-                self.chat_template = read_template(chat.template)
+        if chat is not None and chat.chat_template is not None:
+            with _with_key("prompt.chat.chat_template"):
+                self.chat_template = read_template(chat.chat_template)
             return
         if chat is not None and self.model is not None and not has_template(self.model):
             raise ConfigError(

@@ -141,7 +141,7 @@ def _prompts(examined: ValidationResult) -> None:
     """Add the facts about prompts, if the tokenizer is on this machine."""
     found, facts, tokenize, context = examined.resolution, examined.facts, None, None
     config, chat = found.config, found.prompt.chat
-    key = "model.path" if chat is None else "prompt.chat" if chat.template is None else "prompt.chat.template"
+    key = "model.path" if chat is None else "prompt.chat" if chat.chat_template is None else "prompt.chat.chat_template"
     with examined.noting(key):
         if found.knows("model") and found.model is not None:
             from pipeline.tokenization.tokenizer import Tokenizer

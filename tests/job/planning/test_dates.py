@@ -29,7 +29,7 @@ def run(job, monkeypatch):
 
     def at(now: datetime, date: str | None = None, template: str | None = None, **sections) -> dict[int, str]:
         monkeypatch.setattr("pipeline.job.running.run.wall_time", lambda: now)
-        given = {"date": date, "template": template}
+        given = {"date": date, "chat_template": template}
         config = job.config(prompt={"chat": {k: v for k, v in given.items() if v is not None}}, **sections)
         run_job(config, backend=REAL_TOKENIZER)
         return {row["id"]: row["generated_text"] for row in job.table().to_pylist()}
@@ -135,7 +135,7 @@ def test_a_template_of_the_job_is_in_its_identity_and_decides_if_the_date_is_too
     job.rows(TEXTS)
     use_template(job, UNDATED)
     file = job.folder / "t.jinja"
-    chat = {"chat": {"template": str(file)}}
+    chat = {"chat": {"chat_template": str(file)}}
 
     def planned(template):
         file.write_text(template)

@@ -76,7 +76,7 @@ BROKEN = [
     ({"task": {"type": "embed", "dimensions": 5000}, "sampling": None}, ["task.dimensions"]),
     ({"task": "classify", "sampling": None}, ["task"]),
     ({"model": {"path": "bare"}, "prompt": {"chat": {}}}, ["prompt.chat"]),
-    ({"prompt": {"chat": {"template": "nowhere.jinja"}}}, ["prompt.chat.template"]),
+    ({"prompt": {"chat": {"chat_template": "nowhere.jinja"}}}, ["prompt.chat.chat_template"]),
     ({"quality": {"sample": 0.5, "model": "nowhere"}}, ["quality.model"]),
     ({"quality": {"sample": 0.5}}, ["quality.model"]),
     ({"input": {"columns": ["id", "error"]}}, ["output.rename"]),

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind, form):
     """Lines for several choices make the output's texts lists, with one item for lines of one choice; or each choice is
     a row."""
-    batch.settings["output"]["samples"] = form
+    batch.settings["output"]["samples_as"] = form
     wanted = {"logprobs": 0} if url == TEXT else {"logprobs": True}
     lines = [request(i, url, max_tokens=6, **({"n": 3, **wanted} if i == 1 else {})) for i in range(3)]
     put(batch, "a.jsonl", [*lines, request(3, url, n=2, temperature=0)])
@@ -59,7 +59,7 @@ def test_several_choices_of_a_line_are_answered_and_converted(batch, url, kind, 
 @pytest.mark.parametrize(("url", "form"), [(CHAT, "rows"), (TEXT, "lists")])
 def test_a_line_gets_the_log_probabilities_of_its_own_prompt(batch, url, form):
     """All choices share them; lines that request none have none, and a wrong number is an error of its line."""
-    batch.settings["output"]["samples"] = form
+    batch.settings["output"]["samples_as"] = form
     own = [{}, {"prompt_logprobs": 0, "n": 2}, {"prompt_logprobs": 2}, {"prompt_logprobs": 101}]
     put(batch, "a.jsonl", [request(i, url, max_tokens=6, **given) for i, given in enumerate(own)])
     (batch.folder / "in" / "b.jsonl").unlink()

@@ -34,7 +34,7 @@ def test_each_row_has_them_once_whatever_samples_it_has_and_where_it_was_kept(jo
     texts = [*TEXTS[:9], None, *TEXTS[10:16]]
     job.rows(texts)
     job.settings |= {"sampling": {"max_tokens": 6, "n": 2, "temperature": 1.0, "prompt_logprobs": 1}}
-    job.settings["output"]["samples"] = form
+    job.settings["output"]["samples_as"] = form
     schema = make_plan(job.config(), "cpu").schema
     token = pa.struct([("token_id", pa.int32()), ("logprob", pa.float32())])
     assert schema.field("prompt_logprobs").type == pa.list_(pa.struct([*token, ("top", pa.list_(token))]))

@@ -1,4 +1,4 @@
-"""Several completions of a row as rows of their own (`output.samples: rows`): each exists once, through everything
+"""Several completions of a row as rows of their own (`output.samples_as: rows`): each exists once, through everything
 that counts, moves or replaces rows."""
 
 import json
@@ -32,7 +32,7 @@ SAMPLED = ("generated_text", "finish_reason", "logprobs")
 
 @pytest.fixture
 def rows(job):
-    job.settings["output"]["samples"] = "rows"
+    job.settings["output"]["samples_as"] = "rows"
     job.settings["sampling"] = SAMPLING
     return job
 
@@ -68,7 +68,7 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
     rows.fake(cached=4)  # from cache, of every prompt but the first
     sampling, paths = SAMPLING | {"logprobs": 1}, {form: str(tmp_path / form) for form in ("lists", "rows")}
     reports = {
-        form: run(rows, sampling=sampling, output={"path": path, "samples": form})[0] for form, path in paths.items()
+        form: run(rows, sampling=sampling, output={"path": path, "samples_as": form})[0] for form, path in paths.items()
     }
     stores = {form: PartStore(path) for form, path in paths.items()}
     listed = {row["id"]: row for row in whole(stores["lists"]).to_pylist()}
@@ -215,12 +215,14 @@ def test_a_kept_column_may_not_be_called_as_the_samples_are(rows):
     with pytest.raises(ConfigError, match="sample_index: sample_index_2"):
         run(rows, input={"columns": ["id", "sample_index"]})
     kept = {"input": {"columns": ["id", "sample_index"]}, "sampling": {"n": 1}}
-    report, _ = run(rows, output={"samples": "lists"}, **kept)
+    report, _ = run(rows, output={"samples_as": "lists"}, **kept)
     assert rows.table()["sample_index"].to_pylist() == [7]
     assert report.rows.output == 1
     assert audit(PartStore(str(rows.output)), deep=True, log=print).sound
 
 
 def test_a_task_without_samples_has_no_form_of_them(rows):
-    with pytest.raises(JobFileError, match=r"output\.samples: has no effect with task score, which generates no text"):
+    with pytest.raises(
+        JobFileError, match=r"output\.samples_as: has no effect with task score, which generates no text"
+    ):
         rows.config(task="score")

@@ -40,7 +40,7 @@ def test_a_job_file_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if written.input.has_requests or written.prompt.chat is not None:
         template = tmp_path / "turns.jinja"  # the embedded model knows no chats
         template.write_text("{% for turn in messages %}{{ turn.role }}: {{ turn.content }}\n{% endfor %}assistant:")
-        sets.append(f"prompt.chat.template={template}")
+        sets.append(f"prompt.chat.chat_template={template}")
     run_job(load_job(f"jobs/{name}.yaml", sets=sets))
     table = written_table(tmp_path / "out")
     assert 1 <= table.num_rows <= 4
