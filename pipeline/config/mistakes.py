@@ -39,8 +39,8 @@ _KNOWN_ELSEWHERE = {
     "reasoning_parser": "named sampling.reasoning here: auto, or {start, end}",
     "reasoning_config": "named sampling.reasoning here: auto, or {start, end}",
     "thinking_budget": "named sampling.thinking_token_budget here",
-    "reasoning_effort": "write prompt.chat.chat_template_kwargs: {reasoning_effort: low} if the model's template has it, "
-    "or sampling.thinking_token_budget",
+    "reasoning_effort": "write prompt.chat.chat_template_kwargs: {reasoning_effort: low} if the model's template has "
+    "it, or sampling.thinking_token_budget",
     "enable_thinking": "write prompt.chat.chat_template_kwargs: {enable_thinking: false}",
     "model_revision": "named model.revision here",
     "input_path": "named input.path here",

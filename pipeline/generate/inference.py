@@ -58,8 +58,8 @@ def complete(
     """
     if config.output.samples_as == "rows":
         raise ConfigError(
-            "output.samples_as: rows is supported only in jobs, whose input is Parquet, a folder, a glob or a url. Here "
-            "each prompt has one answer, with its samples in lists"
+            "output.samples_as: rows is supported only in jobs, whose input is Parquet, a folder, a glob or a url. "
+            "Here each prompt has one answer, with its samples in lists"
         )
     if config.task.type != "generate":
         raise ConfigError(f"task: {config.task.type} is supported only in jobs; here prompts are completed")

@@ -18,7 +18,8 @@ _SECRET_VALUE = re.compile(r"^(sk-|hf_|Bearer )")
 
 
 class ServerSection(ConfigSection):
-    """A server with OpenAI's API as the engine: one that runs already (`base_url`), or one that the run starts (`serve`)."""
+    """A server with OpenAI's API as the engine: one that runs already (`base_url`), or one that the run starts
+    (`serve`)."""
 
     base_url: Texts | None = Field(
         default=None,

@@ -86,8 +86,8 @@ UNSUPPORTED: Mapping[Endpoint, Mapping[str, tuple[Any, ...]]] = {
 }
 _HINTS = {
     "chat_template_kwargs": "set prompt.chat.chat_template_kwargs in the job file, for all rows",
-    "reasoning_effort": "set prompt.chat.chat_template_kwargs in the job file if the model's template supports it, or use "
-    "thinking_token_budget",
+    "reasoning_effort": "set prompt.chat.chat_template_kwargs in the job file if the model's template supports it, or "
+    "use thinking_token_budget",
     "chat_template": "set prompt.chat.chat_template in the job file, for all rows",
     "continue_final_message": "a final assistant message is continued, see prompt.chat.continue_final_message",
     "add_generation_prompt": "it is always true for completions",

@@ -84,9 +84,9 @@ def fingerprint(
     adapters: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a job. `model`: digests by file name; `device`: the resolved `engine.device`, without
-    an index; `reads_date`: the chat template can print the date; `chat_template`: the text of
-    `prompt.chat.chat_template`; `later_files`: names of appended files, which are not part of the identity; `adapters`: the
-    digests of the adapters that rows may use, by file name."""
+    an index; `reads_date`: the chat template can print the date; `chat_template`: the text of the job file's own;
+    `later_files`: names of appended files, which are not part of the identity; `adapters`: the digests of the adapters
+    that rows may use, by file name."""
     files = {name: digest for name, digest in file_digests(source).items() if name not in later_files}
     identities, all_numerics = [], []
     for only_set in (False, True):
