@@ -75,7 +75,7 @@ def _auto_or_switch(value: object) -> object:
 
 
 def _actors(value: object) -> object:
-    sizes = tuple(value) if isinstance(value, list | tuple) else (value, value)
+    sizes: tuple[Any, ...] = tuple(value) if isinstance(value, list | tuple) else (value, value)
     are_counts = all(type(size) is int and 1 <= size <= MAX_ACTORS for size in sizes)
     if len(sizes) != 2 or not are_counts or sizes[0] > sizes[1]:
         raise _refuse(f"a number from 1 to {MAX_ACTORS:,}, or [MIN, MAX]")
