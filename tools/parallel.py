@@ -236,16 +236,14 @@ def exchange_table(model: str = "llama-70b", num_cards: int = 4) -> list[str]:
 
 
 def all_reduce_table(hidden: int = 8192) -> list[str]:
-    """Return rows of microseconds of an all-reduce of hidden states by ring, and in one shot."""
+    """Return rows of microseconds of an all-reduce of hidden states."""
     tokens = (1, 64, 512, 8192)
     rows = [["link", "cards", *(counted(each, "token") for each in tokens)], ["---", *["---:"] * (1 + len(tokens))]]
     for name, kind in (("H100 80GB SXM", "NVLink of an H100"), ("L40S", "PCIe 4")):
         for num_cards in SIZES[1:]:
             link = Ceilings.of_card(find_card(name), MEASURED, num_cards).link
             times = (all_reduce_seconds(each * hidden * DENSE_BYTES, num_cards, link) for each in tokens)
-            rows.append(
-                [kind, str(num_cards), *(f"{each['ring'] * 1e6:,.0f}, {each['one_shot'] * 1e6:,.0f}" for each in times)]
-            )
+            rows.append([kind, str(num_cards), *(f"{seconds * 1e6:,.0f}" for seconds in times)])
     return lines(rows)
 
 

@@ -7,7 +7,6 @@ schedules and samples. All ranks must call the same methods with the same shapes
 Suffixes: T tokens, R rows of logits, H hidden, V vocabulary, L vocabulary of one rank.
 """
 
-import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -81,7 +80,6 @@ class ProcessRanks(OneRank):
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # all ranks are on this machine
             options._timeout = MEETING
             self._group = dist.ProcessGroupGloo(files, rank, size, options)
-        self._one_shot = OneShotSum.connect(self, files, store) if device.type == "cuda" else None
 
     def begin_step(self) -> None:
         self.num_exchanged = 0
@@ -89,8 +87,6 @@ class ProcessRanks(OneRank):
     def sum(self, x_TH: torch.Tensor) -> torch.Tensor:
         if not self._is_alone and x_TH.numel():
             self.num_exchanged += 1
-            if self._one_shot is not None and self._one_shot.supports(x_TH):
-                return self._one_shot(x_TH)
             self._exchange(lambda: self._group.allreduce([x_TH], _timed(dist.AllreduceOptions())))
         return x_TH
 
@@ -149,42 +145,6 @@ class ProcessRanks(OneRank):
             start().wait()
         except RuntimeError as error:
             raise self._lost(error) from None
-
-
-class OneShotSum:
-    """Sum of a small tensor by one kernel, in which every rank reads the tensors of all others from memory that they
-    share (torch's symmetric memory). It has the latency of one exchange, where a ring has that of 2 (n - 1), and reads
-    n - 1 times the bytes."""
-
-    MAX_READ_BYTES = 1 << 20  # from other ranks; an assumption, not measured on several cards
-    DTYPES = torch.bfloat16, torch.float32
-
-    def __init__(self, rank: int, size: int, store: Any, name: str, device: torch.device) -> None:
-        """Raises RuntimeError if the cards cannot read each other's memory."""
-        from torch._C import _distributed_c10d  # an unstable interface of torch
-
-        c10d: Any = _distributed_c10d
-        self._max_bytes, self._name = self.MAX_READ_BYTES // max(size - 1, 1), name
-        self._group = c10d.ProcessGroup(store, rank, size)
-        c10d._register_process_group(name, self._group)  # by which the ranks find each other
-        self._buffer = c10d._SymmetricMemory.empty_strided_p2p((self._max_bytes,), (1,), torch.uint8, device)
-        self._memory = c10d._SymmetricMemory.rendezvous(self._buffer, name)
-
-    @classmethod
-    def connect(cls, ranks: ProcessRanks, store: Any, name: str) -> "OneShotSum | None":
-        """Return the sum, or None if some rank does not support it."""
-        made = None
-        with contextlib.suppress(ImportError, AttributeError, TypeError, RuntimeError):
-            made = cls(ranks.rank, ranks.size, store, name, ranks.device)
-        return made if ranks.least(made is not None) else None
-
-    def supports(self, x: torch.Tensor) -> bool:
-        return x.nbytes <= self._max_bytes and x.nbytes % 16 == 0 and x.dtype in self.DTYPES
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        own = self._buffer[: x.nbytes].view(x.dtype).view(x.shape)
-        own.copy_(x)
-        return torch.ops.symm_mem.one_shot_all_reduce(own, "sum", self._name)
 
 
 def _timed(options: Any) -> Any:

@@ -44,19 +44,15 @@ def step_exchanges(
     return [exchange for exchange in found if exchange.num_bytes]
 
 
-def all_reduce_seconds(num_bytes: float, num_cards: int, link: Link) -> dict[str, float]:
-    """Return the seconds in which each of `num_cards` cards gets the sum of their tensors, by method.
+def all_reduce_seconds(num_bytes: float, num_cards: int, link: Link) -> float:
+    """Return the seconds in which each of `num_cards` cards gets the sum of their tensors, in a ring.
 
-    ring: 2 (n - 1) hops of an n-th of the tensor each, so a card sends 2 (n - 1) / n of it, which is the minimum
+    A ring takes 2 (n - 1) hops of an n-th of the tensor each, so a card sends 2 (n - 1) / n of it, which is the minimum
     (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009). NCCL predicts
     its rings by the same sum of latencies and bytes (`src/graph/tuning.cc`).
-    one_shot: each card reads the whole tensors of all others at once: 2 hops, n - 1 tensors.
     """
-    others = num_cards - 1
-    return {
-        "ring": link.start_s + 2 * others * link.hop_s + 2 * others / num_cards * num_bytes / link.bytes_per_s,
-        "one_shot": link.start_s + 2 * link.hop_s + others * num_bytes / link.bytes_per_s,
-    }
+    hops = 2 * (num_cards - 1)
+    return link.start_s + hops * link.hop_s + hops / num_cards * num_bytes / link.bytes_per_s
 
 
 def gather_seconds(num_bytes: float, num_cards: int, link: Link) -> float:
@@ -65,14 +61,6 @@ def gather_seconds(num_bytes: float, num_cards: int, link: Link) -> float:
 
 
 def exchange_seconds(exchanges: list[StepExchange], num_cards: int, link: Link) -> float:
-    """Return the seconds of a step's exchanges, one after the other, each all-reduce by the faster method. The engine
-    has a border between the two that does not depend on the link (`kernels/ranks.py`)."""
-    return sum(
-        each.count
-        * (
-            gather_seconds(each.num_bytes, num_cards, link)
-            if each.kind == "gather"
-            else min(all_reduce_seconds(each.num_bytes, num_cards, link).values())
-        )
-        for each in exchanges
-    )
+    """Return the seconds of a step's exchanges, one after the other."""
+    seconds = {"all-reduce": all_reduce_seconds, "gather": gather_seconds}
+    return sum(each.count * seconds[each.kind](each.num_bytes, num_cards, link) for each in exchanges)
