@@ -24,7 +24,8 @@ from benchmarks.gpu.kernels import SERVED, Work, time_works
 from benchmarks.gpu.section import Found, Setting
 from benchmarks.shapes import model_size
 from pipeline.kernels import experts as plain
-from pipeline.kernels.contract import AdapterTokens, Experts, Lora
+from pipeline.kernels.adapters import AdapterTokens, Lora
+from pipeline.kernels.contract import Experts
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.routing import Routing
 from pipeline.kernels.select import select_kernels

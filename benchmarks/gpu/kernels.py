@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.section import Found, Setting
 from benchmarks.measure import table
-from pipeline.kernels.contract import InputKernels
+from pipeline.kernels.linears import InputKernels
 from pipeline.kernels.select import select_kernels
 from tests.gpu.inputs import Heads, paged_step, random_int4
 

@@ -15,7 +15,8 @@ import torch
 from benchmarks.gpu.kernels import difference
 from benchmarks.gpu.section import Found, Setting
 from benchmarks.measure import table
-from pipeline.kernels.contract import Kernels, Linear
+from pipeline.kernels.contract import Kernels
+from pipeline.kernels.linears import Linear
 from pipeline.kernels.reference import prepare_linear
 from pipeline.kernels.select import select_kernels
 from pipeline.roofline.cost_model import DENSE_BYTES

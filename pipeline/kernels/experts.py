@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from pipeline.kernels.contract import Linear
+from pipeline.kernels.linears import Linear
 from pipeline.kernels.routing import Routing
 from pipeline.weights.packed import ExpertWeights, LinearWeight
 

@@ -11,9 +11,12 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.activations.act_quant import act_quant_oracles
+from pipeline.kernels.adapters import AdapterTokens, LowRankUpdate
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
-from pipeline.kernels.contract import AdapterTokens, AttentionInput, Kernels, Linear, LowRankUpdate
+from pipeline.kernels.contract import Kernels
 from pipeline.kernels.experts import LoopedExperts, route
+from pipeline.kernels.linears import Linear
 from pipeline.kernels.memory import on_device
 from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA
 from pipeline.weights.packed import LinearWeight

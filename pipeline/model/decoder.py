@@ -14,8 +14,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput, InputKernels, Kernels, Linear, Norm, Rotation
+from pipeline.kernels.contract import Kernels
+from pipeline.kernels.layer_parts import Norm, Rotation
+from pipeline.kernels.linears import InputKernels, Linear
 from pipeline.kernels.memory import advise_huge_pages, on_device
 from pipeline.kernels.ranks import ONE_RANK, OneRank
 from pipeline.model.config import ModelConfig

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from pipeline.checkpoints.file_checks import checked_file, read_json
 from pipeline.checkpoints.quantizer_files import QUANTIZER_FILES
 from pipeline.errors import ModelError
-from pipeline.kernels.contract import Norm
+from pipeline.kernels.layer_parts import Norm
 from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import ExpertSpec, LayerSpec
 from pipeline.model.rotation import rotary_order

@@ -17,7 +17,9 @@ import torch
 from pipeline.checkpoints.adapters import ADAPTER_WEIGHTS
 from pipeline.checkpoints.file_checks import checked_file
 from pipeline.errors import ModelError
-from pipeline.kernels.contract import AdapterTokens, InputKernels, Kernels, Linear, Lora, LowRankUpdate
+from pipeline.kernels.adapters import AdapterTokens, Lora, LowRankUpdate
+from pipeline.kernels.contract import Kernels
+from pipeline.kernels.linears import InputKernels, Linear
 from pipeline.model.adapter_config import AdapterConfig, read_adapter_config
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import PREFIXES, Checkpoint, rotary_rows

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from pipeline.errors import EnvironmentFailed
-from pipeline.kernels.contract import Linear, Workspace
+from pipeline.kernels.linears import Linear, Workspace
 from pipeline.kernels.memory import advise_huge_pages
 from pipeline.model.routed import RoutedExperts
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.kernels.contract import Rotation
+from pipeline.kernels.layer_parts import Rotation
 from pipeline.model.rope import Rope
 
 

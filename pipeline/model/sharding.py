@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pipeline.kernels.contract import LowRankUpdate
+from pipeline.kernels.adapters import LowRankUpdate
 from pipeline.kernels.ranks import Exchange
 from pipeline.model.config import ModelConfig
 from pipeline.model.load import LayerWeights

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.contract import AttentionInput, Linear
+from pipeline.kernels.attention_input import AttentionInput
+from pipeline.kernels.linears import Linear
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig
 from pipeline.model.decoder import DecoderLayer, KVCache

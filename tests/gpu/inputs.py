@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache, head_bytes
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.reference import read_kv, to_fp8
 from pipeline.weights.packed import GroupIntWeight
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.contract import AdapterTokens, InputKernels
+from pipeline.kernels.adapters import AdapterTokens
 from pipeline.kernels.experts import LoopedExperts
+from pipeline.kernels.linears import InputKernels
 from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.routing import Routing
 from pipeline.weights.packed import DenseWeight, LinearWeight

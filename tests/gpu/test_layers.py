@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.shapes import model_size
 from pipeline.kernels import reference
-from pipeline.kernels.contract import Linear
+from pipeline.kernels.linears import Linear
 from pipeline.kernels.reference import reference_kernels
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 from tests.gpu.checks import TOLERANCES, fp8_tolerance, relative_error

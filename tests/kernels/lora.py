@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.kernels.contract import LowRankUpdate
+from pipeline.kernels.adapters import LowRankUpdate
 
 
 def random_updates(ranks: Sequence[int], num_outputs: int, num_inputs: int) -> list[LowRankUpdate | None]:

@@ -3,8 +3,8 @@
 import numpy as np
 import torch
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.reference import write_kv
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ A step can be replayed if each sequence computes few tokens: plain decoding, ver
 So can a mixed step, in which sequences compute prompts, up to some number of tokens. Steps are padded to one of a few
 sizes, each of which has a graph. Padding tokens read token 0 at position 0, write their key and value into a block that
 no sequence has, and attend to nothing. Everything that changes from step to step is in tensors at fixed addresses:
-token ids, positions and slots here, the attention metadata in `kernels.contract.GraphAttention`. Each size has a graph
-for each kind of step that the attention kernels distinguish. Other steps are launched kernel by kernel.
+token ids, positions and slots here, the attention metadata in `kernels.graph_attention.GraphAttention`. Each size has
+a graph for each kind of step that the attention kernels distinguish. Other steps are launched kernel by kernel.
 
 All numbers of a step reach the device in one copy, including those that are read after the graph, and the first kernel
 of the graph distributes them: each copy takes some 2 us of the device, and more of the host.
@@ -24,8 +24,9 @@ import torch
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import PipelineError
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8
-from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphAttention, GraphShape
+from pipeline.kernels.graph_attention import FutureNumbers, GraphAttention, GraphShape
 from pipeline.model.decoder import Decoder, KVCache
 
 SayProgress = Callable[[int, int], None]  # number captured, total

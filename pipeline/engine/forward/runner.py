@@ -14,7 +14,7 @@ from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.sampling.on_device import SamplingKernels
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
-from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.memory import on_device
 from pipeline.model.decoder import Decoder, KVCache
 from pipeline.model.rotation import RotationTables

@@ -11,7 +11,8 @@ import torch
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import fp8, int8
 from pipeline.kernels.activations.fp8 import per_output
-from pipeline.kernels.contract import Kernels, Linear, RoundedLinears
+from pipeline.kernels.contract import Kernels
+from pipeline.kernels.linears import Linear, RoundedLinears
 from pipeline.weights.formats import QuantFormat, linear_forms
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 

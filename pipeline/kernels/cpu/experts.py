@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import Experts, Linear
+from pipeline.kernels.contract import Experts
 from pipeline.kernels.cpu.compile.numerics import as_in, bits, wide
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, kernel, parallel_for, use_threads
 from pipeline.kernels.cpu.elementwise import GATES, gate_mul, gate_mul_kernel
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 from pipeline.kernels.experts import LoopedExperts
+from pipeline.kernels.linears import Linear
 from pipeline.weights.packed import ExpertWeights, LinearWeight
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput, Linear
 from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions, nothing_read, paged_decode
 from pipeline.kernels.cpu.compile.numerics import arrays_of, bits
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, PARALLEL_ELEMENTS, use_threads
@@ -20,6 +20,7 @@ from pipeline.kernels.cpu.linear.linear_kernel import TILE_TOKENS
 from pipeline.kernels.cpu.linear.linear_widened import float32_linear, widened_linear
 from pipeline.kernels.cpu.linear.selection import ReorderedLinear
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
+from pipeline.kernels.linears import Linear
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import AttentionInput, LayerParts, Rotation
 from pipeline.kernels.cpu.attention.attention import attend, plan_of
 from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions
 from pipeline.kernels.cpu.compile.numerics import CacheArrays, arrays_of, bits
@@ -26,6 +26,7 @@ from pipeline.kernels.cpu.elementwise import (
     rms_norm_kernel,
 )
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
+from pipeline.kernels.layer_parts import LayerParts, Rotation
 
 MAX_TOKENS = 256
 """Limit for steps in which some sequences compute several tokens. With more, kernels take so long that the Python
@@ -99,7 +100,7 @@ class _Buffers:
 
 
 class CompiledLayerLoop:
-    """Implements `contract.FusedLayerLoop` in float32 or bfloat16, on a cache of the same type."""
+    """Implements `layer_parts.FusedLayerLoop` in float32 or bfloat16, on a cache of the same type."""
 
     def __init__(self, layers: list[_Layer], head_dim: int, eps: float) -> None:
         self._layers, self._head_dim, self._eps = layers, head_dim, np.float32(eps)

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape, Linear
+from pipeline.kernels.graph_attention import FutureNumbers, GraphShape
+from pipeline.kernels.linears import Linear
 from pipeline.kernels.memory import on_device
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAttention, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
@@ -90,7 +92,7 @@ class BatchInvariantAttention(PagedAttention):
 
 
 class CapturedBatchInvariantAttention:
-    """Batch-invariant attention of captured steps. Implements `contract.GraphAttention`.
+    """Batch-invariant attention of captured steps. Implements `graph_attention.GraphAttention`.
 
     There is one tile per possible sequence; missing sequences have no queries. Mixed steps have their own tile list.
     """

@@ -1,4 +1,4 @@
-"""LoRA adapters on a GPU: two grouped products per linear, whatever the number of adapters. Implements `contract.Lora`.
+"""LoRA adapters on a GPU: two grouped products per linear, whatever the number of adapters. Implements `adapters.Lora`.
 
 Adapters are the experts of `experts/grouped_product.py`, at most one for each token. Ranks are padded with zeros to the
 largest; an adapter without this linear has zeros only.
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from pipeline.kernels.contract import AdapterTokens, LowRankUpdate
+from pipeline.kernels.adapters import AdapterTokens, LowRankUpdate
 from pipeline.kernels.memory import on_device
 from pipeline.kernels.triton.experts.grouped_product import grouped_launch, tile_for
 from pipeline.kernels.triton.experts.pairs import Pairs, pairs_by_expert

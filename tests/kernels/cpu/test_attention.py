@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cpu.attention import attention as batched
 from pipeline.kernels.cpu.invariant import attention, prepare_linear
 from pipeline.kernels.reference import attention as reference_attention

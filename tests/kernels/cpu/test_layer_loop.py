@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.engine.startup.resolve import quantized_on_load
 from pipeline.kernels.activations.act_quant import with_act_quant
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8
-from pipeline.kernels.contract import AttentionInput, Kernels
+from pipeline.kernels.contract import Kernels
 from pipeline.kernels.cpu import layer_loop
 from pipeline.kernels.cpu.attention.attention import Plan, plan_of
 from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu.attention import shared_prefix as shared
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.cpu.attention.shared_prefix import SharedReading

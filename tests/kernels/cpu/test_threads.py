@@ -7,8 +7,8 @@ import pytest
 import torch
 from numba import config
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu import elementwise
 from pipeline.kernels.cpu.attention.attention import attention
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS, init_thread_pool, kernel, parallel_for, use_threads

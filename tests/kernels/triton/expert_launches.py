@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pipeline.kernels.contract import LowRankUpdate
+from pipeline.kernels.adapters import LowRankUpdate
 from pipeline.kernels.routing import Routing
 from pipeline.kernels.triton.experts.grouped_product import grouped_launch
 from pipeline.kernels.triton.experts.pairs import Pairs, assign_launch, combine_launch

@@ -12,8 +12,8 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.weights.packed import GroupIntWeight
 from tests.kernels.steps import Lengths, paged_step, widened

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.contract import AdapterTokens
+from pipeline.kernels.adapters import AdapterTokens
 from pipeline.kernels.reference import LoopedLora
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from tests.kernels.lora import random_updates

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.cpu.attention.decode_kernel import SoftmaxOptions, nothing_read, paged_decode
 from pipeline.kernels.cpu.attention.prefill_kernel import NO_PART, ROWS, paged_prefill
 from pipeline.kernels.cpu.attention.shared_prefix import SharedReading, pieces

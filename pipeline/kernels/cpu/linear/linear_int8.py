@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from pipeline.kernels.activations.int8 import int8_block
-from pipeline.kernels.contract import Linear, RoundedLinears
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS
 from pipeline.kernels.cpu.linear.linear_kernel import int8_kind
 from pipeline.kernels.cpu.linear.round_int8 import FEW, round_to_int8
@@ -15,6 +14,7 @@ from pipeline.kernels.cpu.linear.selection import ReorderedLinear
 from pipeline.kernels.cpu.linear.tiled_linear import Scratch, TiledLinear
 from pipeline.kernels.cpu.tiles.int8_tile import Form, forms_here
 from pipeline.kernels.cpu.tiles.weight_tiles import narrow_scales, tiles, word_tiles
+from pipeline.kernels.linears import Linear, RoundedLinears
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _ORDER = {4: (0, 4, 1, 5, 2, 6, 3, 7), 8: (0, 1, 2, 3)}

@@ -13,7 +13,7 @@ from typing import TypeGuard
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.contract import Linear
+from pipeline.kernels.linears import Linear
 from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 

@@ -1,4 +1,4 @@
-"""Attention of captured steps: metadata of fixed size for each window. Implements `contract.GraphAttention`."""
+"""Attention of captured steps: metadata of fixed size for each window. Implements `graph_attention.GraphAttention`."""
 
 from collections.abc import Hashable
 from dataclasses import replace
@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import AttentionInput, FutureNumbers, GraphShape
+from pipeline.kernels.attention_input import AttentionInput
+from pipeline.kernels.graph_attention import FutureNumbers, GraphShape
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, CascadeSteps
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of, num_programs_of
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.shared_prefix import PrefixGroups, prefix_groups
 from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.prefill import rows_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.staging import StagedArrays

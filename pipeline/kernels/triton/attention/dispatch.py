@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from pipeline.errors import ModelError
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape
 from pipeline.kernels.triton.attention.converted_cache import MAX_BYTES, convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches

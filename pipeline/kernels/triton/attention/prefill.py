@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import AttentionInput
 from pipeline.kernels.memory import on_device
 from pipeline.kernels.triton.attention.converted_cache import converted_blocks
 from pipeline.kernels.triton.attention.online_softmax import add_sink, attend, score_factors, stages_for

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.contract import FutureNumbers
+from pipeline.kernels.graph_attention import FutureNumbers
 from pipeline.kernels.triton.launch import Launch
 
 SCATTER_HEAD = 6  # int64

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pipeline.kernels.contract import FutureNumbers
+from pipeline.kernels.graph_attention import FutureNumbers
 from pipeline.kernels.memory import staging_buffer
 from pipeline.kernels.triton.attention.scatter import SCATTER_HEAD, scatter_head, scatter_launch
 

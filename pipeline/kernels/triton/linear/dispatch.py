@@ -8,7 +8,7 @@ paths compute the same, except that cuBLAS reads weights rounded to 16 bits.
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.contract import Linear, Workspace
+from pipeline.kernels.linears import Linear, Workspace
 from pipeline.kernels.triton.launch import CompileTarget
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, int4_launches, supports

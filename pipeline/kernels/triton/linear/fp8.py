@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.activations.fp8 import MIN_CAPABILITY, fp8_block, per_output
-from pipeline.kernels.contract import Linear, RoundedLinears
+from pipeline.kernels.linears import Linear, RoundedLinears
 from pipeline.kernels.triton import elementwise
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.contract import AttentionInput, GraphShape
+from pipeline.kernels.graph_attention import GraphShape
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention

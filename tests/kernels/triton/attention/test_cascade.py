@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.contract import AttentionInput
+from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.cascade_metadata import CascadePlan, CascadeShape, CascadeSteps

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.kernels.contract import FutureNumbers
+from pipeline.kernels.graph_attention import FutureNumbers
 from pipeline.kernels.triton.attention.staging import StagedStep
 from tests.kernels.triton.problems import DEVICE, recorded_launches
 

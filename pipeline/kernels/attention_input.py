@@ -1,0 +1,54 @@
+"""Layout of a step's queries and keys. Suffixes: those of `kernels/contract.py`."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.kernels.memory import on_device
+
+
+@dataclass(frozen=True)
+class AttentionInput:
+    """Layout of each sequence's queries and keys. One object serves all layers of a step.
+
+    Sequence s computes the query tokens query_start_S1[s]:query_start_S1[s+1]. They are the last tokens of its context
+    of context_len_S[s] tokens, whose keys and values (including those of these tokens) are in the blocks
+    block_table_SM[s]. The numpy arrays are host copies, for kernels that plan on the host.
+    """
+
+    query_start_S1: np.ndarray  # int32
+    context_len_S: np.ndarray  # int32
+    block_table_SM: np.ndarray  # int32; entries past the context are not read
+    slot_mapping_T: torch.Tensor  # int64: block * B + offset, where this token's key and value are written
+    block_size: int
+    plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
+    """Plans of this step: a kernel plans in the first layer that needs a plan; later layers find it by its key."""
+
+    @classmethod
+    def one_sequence(cls, num_tokens: int, block_size: int, device: torch.device | None = None) -> "AttentionInput":
+        """Describe a sequence that computes all of its tokens, in the blocks from 0 on."""
+        return cls(
+            query_start_S1=np.array([0, num_tokens], dtype=np.int32),
+            context_len_S=np.array([num_tokens], dtype=np.int32),
+            block_table_SM=np.arange(-(-num_tokens // block_size), dtype=np.int32)[None],
+            slot_mapping_T=torch.arange(num_tokens, device=device),
+            block_size=block_size,
+        )
+
+    def rows(self, row_R: np.ndarray) -> "AttentionInput":
+        """Return the metadata of some tokens of the step, in any order, each as a sequence of one query.
+
+        Their keys and values must have been written already.
+        """
+        sequence_R = np.searchsorted(self.query_start_S1, row_R, side="right") - 1
+        behind_R = self.query_start_S1[sequence_R + 1] - 1 - row_R
+        return AttentionInput(
+            query_start_S1=np.arange(len(row_R) + 1, dtype=np.int32),
+            context_len_S=(self.context_len_S[sequence_R] - behind_R).astype(np.int32),
+            block_table_SM=self.block_table_SM[sequence_R],
+            slot_mapping_T=self.slot_mapping_T[on_device(row_R, self.slot_mapping_T.device)],
+            block_size=self.block_size,
+        )
