@@ -9,6 +9,7 @@ from types import FrameType
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 from pipeline.model.families import FAMILIES, WRAPPERS
+from tests.engine.ahead import run_ahead
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "pipeline"
@@ -61,9 +62,7 @@ def files_of_a_token(ahead: bool = False, **options: object) -> set[str]:
             engine.generate([report] * 3, SamplingParams(max_tokens=96, ignore_eos=True))
             assert engine.stats.num_draft_steps > 10
         if ahead:
-            runner = engine.runner
-            runner.is_asynchronous = True
-            engine.runner = runner
+            run_ahead(engine)
         sys.setprofile(note)
         try:
             engine.generate([report], params)

@@ -7,31 +7,33 @@ alternate step by step; several engines may live in one process.
 """
 
 import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Items
 from itertools import islice
-from numbers import Integral
 from typing import Any
 
-import numpy as np
 import torch
 
 from pipeline.engine.completion import Completion
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.drafts.spec_decoder import SpecDecoder
-from pipeline.engine.final_check import checked, is_checked
+from pipeline.engine.final_check import checked
 from pipeline.engine.forward.runner import DeviceContext, Runner
-from pipeline.engine.grammar.validity import import_jsonschema
-from pipeline.engine.reading.sequences import prompt_reader, sequence_of, unsupported_reason
-from pipeline.engine.reasoning.requests import RequestReasoning
+from pipeline.engine.input_processor import InputProcessor
+from pipeline.engine.prompts import (
+    Text,
+    choice_requests,
+    completion_requests,
+    encode_all,
+    score_requests,
+    task_requests,
+)
 from pipeline.engine.request import Request
-from pipeline.engine.samples import ParentRequest, sample_seed
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import RequestStream, Sequence, SlotTable, given_ids, token_array
+from pipeline.engine.schedule.sequence import RequestStream, Sequence, SlotTable
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_spec_decoder
 from pipeline.engine.stats import EngineStats
@@ -40,14 +42,9 @@ from pipeline.engine.step.loop import StepLoop
 from pipeline.engine.step.out_of_memory import MemoryRecovery
 from pipeline.engine.step.output_processor import OutputProcessor
 from pipeline.engine.step.overlapped import OverlappedLoop
-from pipeline.engine.tasks import Choice, Classify, Embed, Pooling, Score, Task
-from pipeline.errors import ConfigError, RowError
-from pipeline.tokenization.detokenizer import StopChecker
-from pipeline.tokenization.labels import encode_labels
+from pipeline.engine.tasks import Classify, Embed, Pooling
+from pipeline.errors import ConfigError
 from pipeline.tokenization.tokenizer import Tokenizer
-
-Text = str | list[int]
-"""A text, or the ids of its tokens."""
 
 
 class Engine:
@@ -110,19 +107,18 @@ class Engine:
     ) -> None:
         self._turn = threading.RLock()  # held by the thread that adds, steps or aborts
         self.device_context = device_context  # for callers that compute with `runner` outside steps
-        self.tokenizer, self.seed, self.max_model_len = tokenizer, seed, max_model_len
+        self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_blocks, block_size)
         self.table = SlotTable(max_num_seqs, max_model_len, block_size, adapters)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, device_context.num_threads)
         self._output_processor = OutputProcessor(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
-        self._reasoning = RequestReasoning(tokenizer)
+        self._input_processor = InputProcessor(self.scheduler, tokenizer, self._masks, seed)
         self._make_loop(runner, None)
         self._added = RequestStream()  # of requests that are passed to `add`
         self._abandoned: list[RequestStream] = []  # whose requests must still be aborted
         self._is_stepping = False
-        self._order = 0
         self._closed = False
 
     # -- one request at a time
@@ -137,87 +133,7 @@ class Engine:
 
     def _add(self, request: Request, call: RequestStream) -> None:
         self._check_open()
-        params, no_reasoning = request.params, None
-        if params.reasoning is not None:  # raises before anything is counted
-            no_reasoning = self._reasoning.unsupported_reason(
-                params.reasoning, params.thinking_token_budget is not None, params.structured_outputs is not None
-            )
-        seed = params.seed if params.seed is not None else self.seed + call.num_submitted
-        refused = None
-        if request.task is not None or not self.runner.has_vocabulary_head:
-            refused = unsupported_reason(request, self.runner)
-        if refused is None and no_reasoning is not None and request.task is None:
-            refused = RowError.INVALID_SAMPLING, no_reasoning
-        if refused is None and request.adapter not in (None, *self.table.adapter_index):
-            known = ", ".join(self.table.adapter_index) or "none"
-            refused = RowError.UNKNOWN_ADAPTER, f"adapter {request.adapter!r:.80}: this engine has {known}"
-        sequences = [] if refused is not None else self._sequences(request, seed, call)  # raises for invalid ids
-        call.num_submitted += 1
-        call.num_unfinished += 1
-        if refused is not None:
-            nothing = np.zeros(len(request.prompt_token_ids), dtype=np.int32)
-            return Sequence(request, nothing, self._order, call=call).fail(*refused)
-        for sequence in sequences:
-            self._queue(sequence)
-
-    def _sequences(self, request: Request, seed: int, call: RequestStream) -> list[Sequence]:
-        """Return the request's sequences: one, or `n` that share the blocks of its prompt."""
-        first, n, queued_us = self._order, request.params.n, time.monotonic_ns() // 1000
-        if request.task is not None:
-            self._order += 1
-            return [sequence_of(request, first, call, queued_us, self.runner)]
-        token_ids = token_array(request.prompt_token_ids)
-        self._order += n
-        if n == 1:
-            return [Sequence(request, token_ids, first, seed, call, queued_us=queued_us)]
-        group = ParentRequest(n)
-        return [
-            Sequence(
-                request,
-                token_ids,
-                first + device_context,
-                sample_seed(seed, device_context),
-                call=call,
-                group=group,
-                sample_index=device_context,
-                queued_us=queued_us,
-            )
-            for device_context in range(n)
-        ]
-
-    def _queue(self, sequence: Sequence) -> None:
-        params, generates = sequence.request.params, sequence.generates
-        if generates and params.stop:
-            sequence.stop_checker = StopChecker(self.tokenizer, params.stop, params.min_tokens)
-        if generates and params.min_tokens > 0:
-            eos = frozenset() if params.ignore_eos else self.tokenizer.eos_token_ids
-            stop_ids = sorted(i for i in eos.union(params.stop_token_ids) if i < self.runner.vocab_size)
-            sequence.ending_ids = np.array(stop_ids, dtype=np.int64)
-        if generates and params.reasoning is not None:
-            sequence.reasoning = self._reasoning.after(
-                sequence.token_ids,
-                params.reasoning,
-                params.thinking_token_budget,
-                params.structured_outputs is not None,
-            )
-        outside = (sequence.token_ids < 0) | (sequence.token_ids >= self.runner.vocab_size)
-        if outside.any():
-            sequence.fail(
-                RowError.TOKEN_OUT_OF_VOCABULARY,
-                f"the prompt contains token id {sequence.request.prompt_token_ids[outside.argmax()]}, but the model's "
-                f"vocabulary has {self.runner.vocab_size} tokens; check that the tokenizer belongs to the model",
-            )
-            return
-        if generates and params.structured_outputs is not None:
-            try:
-                self._masks.check(params.structured_outputs)
-                if sequence.call.check is checked and is_checked(params):
-                    import_jsonschema()  # raises here, not in the middle of a step
-            except ConfigError as error:
-                return sequence.fail(RowError.GRAMMAR_ERROR, str(error))
-        if generates and params.prompt_logprobs is not None:
-            sequence.reader = prompt_reader(sequence)
-        self.scheduler.add(sequence)
+        self._input_processor.add(request, call, self.runner)
 
     def abort(self, row_id: object) -> bool:
         """Abort all requests with this id without completions. Return False if there are none. A request that was
@@ -247,11 +163,6 @@ class Engine:
     def runner(self) -> Runner:
         """Runner that computes the steps."""
         return self.loop.runner
-
-    @runner.setter
-    def runner(self, runner: Runner) -> None:
-        assert not len(self.scheduler.running), "steps of the old runner may be in flight"
-        self._make_loop(runner, self.spec_decoder)
 
     def _make_loop(self, runner: Runner, spec_decoder: SpecDecoder | None) -> None:
         kind = OverlappedLoop if runner.is_asynchronous else StepLoop
@@ -316,31 +227,7 @@ class Engine:
         SamplingParams for all or one for each, `adapter` one name or None (the base model) for all or one for each.
         Raises ConfigError when the counts differ, or for values of other types.
         """
-        ids = self._encode_all(prompts)
-        if isinstance(params, Iterable) and not isinstance(params, Mapping):
-            each: list[Any] = list(params)
-        else:
-            each = [params or SamplingParams()] * len(ids)
-        if len(each) != len(ids):
-            raise ConfigError(
-                f"{len(ids)} prompts with {len(each)} sampling params: expected one for all or one for each"
-            )
-        for own in each:
-            if not isinstance(own, SamplingParams):
-                raise ConfigError(f"params: expected SamplingParams, one for all or one for each, found {own!r:.80}")
-        names = [adapter] * len(ids) if adapter is None or isinstance(adapter, str) else list(adapter)
-        if len(names) != len(ids):
-            raise ConfigError(f"{len(ids)} prompts with {len(names)} adapters: expected one for all or one for each")
-        return self._complete(
-            [Request(row, prompt, own, adapter=name) for row, (prompt, own, name) in enumerate(zip(ids, each, names))]
-        )
-
-    def _encode_all(self, texts: Text | Iterable[Text]) -> list[list[int]]:
-        is_iterable = isinstance(texts, Iterable) and not isinstance(texts, str | bytes | bytearray)
-        texts_or_ids: list[Any] = list(texts) if is_iterable else [texts]
-        if is_iterable and texts_or_ids and isinstance(texts_or_ids[0], Integral):  # the ids of one text
-            texts_or_ids = [texts_or_ids]
-        return [self.tokenizer.encode(text) if isinstance(text, str) else given_ids(text) for text in texts_or_ids]
+        return self._complete(completion_requests(self.tokenizer, prompts, params, adapter))
 
     def _complete(self, requests: Items[Request]) -> list[Completion]:
         done = {completion.row_id: completion for completion in self.stream(requests)}
@@ -391,21 +278,12 @@ class Engine:
         """Return the log-probability of each completion after its prompt; without completions, that of each text from
         its second token on. `result` of each is a `ScoreResult`. top: see `Score`. Raises ConfigError when the counts
         differ."""
-        ids = self._encode_all(prompts)
-        if completions is None:
-            return self._complete_tasks(ids, [Score(1, top)] * len(ids))
-        _check_list("completions", completions)
-        if len(completions) != len(ids):
-            raise ConfigError(f"{len(ids)} prompts with {len(completions)} completions: expected one for each")
-        texts = [own + self.tokenizer.continuation(own, text) for own, text in zip(ids, completions)]
-        return self._complete_tasks(texts, [Score(max(len(own), 1), top) for own in ids])
+        return self._complete(score_requests(self.tokenizer, prompts, completions, top))
 
     def choose(self, prompts: Text | Iterable[Text], labels: Items[str]) -> list[Completion]:
         """Return which label follows each prompt, by one pass over it. `result` of each is a `ChoiceResult`. Raises
         ConfigError for labels that cannot be distinguished."""
-        _check_list("labels", labels)
-        ids = self._encode_all(prompts)
-        return self._complete_tasks(ids, [Choice(tuple(encode_labels(self.tokenizer, own, labels))) for own in ids])
+        return self._complete(choice_requests(self.tokenizer, prompts, labels))
 
     def embed(
         self,
@@ -415,17 +293,13 @@ class Engine:
         dimensions: int | None = None,
     ) -> list[Completion]:
         """Embed each text as a vector (see `Embed`). `result` of each is a `VectorResult`."""
-        ids = self._encode_all(texts)
-        return self._complete_tasks(ids, [Embed(pooling, normalize, dimensions)] * len(ids))
+        ids = encode_all(self.tokenizer, texts)
+        return self._complete(task_requests(ids, [Embed(pooling, normalize, dimensions)] * len(ids)))
 
     def classify(self, texts: Text | Iterable[Text]) -> list[Completion]:
         """Return the scores of the model's classification head for each text (see `Classify`)."""
-        ids = self._encode_all(texts)
-        return self._complete_tasks(ids, [Classify()] * len(ids))
-
-    def _complete_tasks(self, ids: Items[list[int]], tasks: Items[Task]) -> list[Completion]:
-        params = SamplingParams()
-        return self._complete([Request(row, own, params, task=task) for row, (own, task) in enumerate(zip(ids, tasks))])
+        ids = encode_all(self.tokenizer, texts)
+        return self._complete(task_requests(ids, [Classify()] * len(ids)))
 
     # -- maintenance
 
@@ -486,9 +360,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("the engine is closed")
-
-
-def _check_list(name: str, texts: object) -> None:
-    """Raise ConfigError for a single text, which would be read as a list of its characters."""
-    if isinstance(texts, str) or not isinstance(texts, Items):
-        raise ConfigError(f"{name} = {texts!r:.80}: expected a list of texts")

@@ -21,6 +21,7 @@ from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, Dec
 from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear.crossover import Crossover
 from pipeline.kernels.triton.linear.dispatch import DequantBuffer
+from tests.engine.ahead import run_ahead
 from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import small_config
 
@@ -46,8 +47,7 @@ def capture(engine: Engine, function: Callable = replayed, is_asynchronous: bool
     """Capture the engine's steps of these sizes; return its runner."""
     runner: Any = engine.runner
     runner.capture_steps(function, log=lambda done, total: None, **sizes)
-    runner.is_asynchronous = is_asynchronous
-    engine.runner = runner  # with the loop for its kind
+    run_ahead(engine, is_asynchronous)
     return runner
 
 
@@ -129,8 +129,8 @@ def test_drafts_checked_in_captured_steps_give_the_reference_tokens(int4_folder:
     for runner, queries in ((engine.runner, 3), (proposer.runner, 2)):
         size: Any = {"max_num_seqs": 3, "max_queries": queries, "max_tokens": 6}
         runner.capture_steps(replayed, **size, log=lambda done, total: None)  # type: ignore[attr-defined]
-        runner.is_asynchronous = True
-    engine.runner = engine.runner  # with the loop for its kind
+    proposer.runner.is_asynchronous = True
+    run_ahead(engine)
     execute, passes = proposer.runner.execute, []
 
     def execute_but_for_some(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from pipeline.engine.parallel.runner import ParallelRunner
 from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.model.decoder import DecoderLayer
+from tests.engine.ahead import run_ahead
 from tests.engine.parallel import failing_rank, failing_start
 
 TIGHT = {  # prompts in chunks, and preemptions
@@ -107,14 +108,14 @@ def test_tasks_equal_those_of_one_rank(one: Engine, two: Engine) -> None:
 @pytest.mark.parametrize("name", ["greedy", "penalties"])
 def test_steps_one_ahead_send_the_tokens_in_flight(name: str, one: Engine, two: Engine) -> None:
     """The ranks get tokens that the leader has sampled, but not read, as on a GPU."""
-    runner, drafts = two.runner, two.spec_decoder
-    assert isinstance(runner, ParallelRunner)
+    drafts = two.spec_decoder
+    assert isinstance(two.runner, ParallelRunner)
     two.draft_as(None)
-    runner.is_asynchronous, two.runner = True, runner
+    run_ahead(two)
     try:
         assert tokens(two.generate(PROMPTS, PARAMS[name])) == tokens(one.generate(PROMPTS, PARAMS[name]))
     finally:
-        runner.is_asynchronous, two.runner = False, runner
+        run_ahead(two, False)
         two.draft_as(drafts)
 
 
