@@ -5,8 +5,8 @@
     python -m tools.english --messages   print fifty texts that users see, picked at random, to be read
 
 A rule is a regular expression. It applies to whole lines, to the first words of docstrings, or to the names that the
-code defines (words like `where` are fine in sentences, and in `np.where`). `tools/english_allowed.txt` lists the
-exceptions, each with its reason.
+code defines (words like `where` are fine in sentences, and in `np.where`). Names in backticks must exist
+(`tools/cited_names.py`). `tools/english_allowed.txt` lists the exceptions, each with its reason.
 """
 
 import ast
@@ -18,6 +18,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from tools.cited_names import missing_names
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOWED = ROOT / "tools" / "english_allowed.txt"
@@ -63,6 +65,7 @@ NAMES = {
 }
 CONSTRUCTOR = "of"
 CLASSES = "two classes of one name"
+CITED = "cited name"
 
 
 class Hit(NamedTuple):
@@ -139,6 +142,11 @@ def repeated_classes(paths: list[Path]) -> Iterator[Hit]:
             yield Hit(name, number, CLASSES, "a name of its own", class_name)
 
 
+def cited_hits(paths: list[Path]) -> Iterator[Hit]:
+    for path, number, name in missing_names(paths, ROOT):
+        yield Hit(str(path.relative_to(ROOT)), number, CITED, "a name that exists", f"`{name}`")
+
+
 def allowed_hits() -> list[tuple[str, str]]:
     """Return pairs of a path's beginning and a text of the line. A line of the file is `path: text  # reason`."""
     pairs = []
@@ -174,7 +182,7 @@ def main() -> int:
         for text in random.sample(found, min(50, len(found))):
             print(text)
         return 0
-    hits = [hit for path in paths for hit in hits_of_file(path)] + list(repeated_classes(paths))
+    hits = [*(hit for path in paths for hit in hits_of_file(path)), *repeated_classes(paths), *cited_hits(paths)]
     if "--counts" in sys.argv:
         for rule, count in Counter(hit.rule for hit in hits).most_common():
             print(f"{count:6} {rule}")

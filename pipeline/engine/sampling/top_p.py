@@ -69,7 +69,7 @@ def cut_top_p(w_RV: torch.Tensor, top_p_R1: torch.Tensor) -> None:
 
 def _last_kept(best_RC: torch.Tensor, num_best_R: torch.Tensor, wanted_R1: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return for each row the value of the last token needed to reach `wanted`, how many tokens of that value are
-    needed, whether there are more of them, and whether the row's `num_best` values reach `wanted` at all."""
+    needed, whether there are more of them, and whether the row's `num_best_R` values reach `wanted` at all."""
     best_RC = best_RC.clamp(min=0.0)
     sum_RC = best_RC.double().cumsum(dim=-1)
     num_kept_R1 = (sum_RC - best_RC < wanted_R1).sum(dim=-1, keepdim=True).clamp_(min=1)

@@ -10,8 +10,19 @@ import torch
 
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.graph_attention import FutureNumbers, GraphShape
-from pipeline.kernels.triton.attention.cascade_metadata import CascadeShape, CascadeSteps
-from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of, num_programs_of
+from pipeline.kernels.triton.attention.cascade_metadata import (
+    CascadeMetadata,
+    CascadeNumbers,
+    CascadeShape,
+    CascadeSteps,
+)
+from pipeline.kernels.triton.attention.decode_metadata import (
+    DecodeMetadata,
+    DecodeNumbers,
+    SequenceTensors,
+    max_queries_of,
+    num_programs_of,
+)
 from pipeline.kernels.triton.attention.dispatch import AttentionPlan, checked_group, plan_key
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep
@@ -39,22 +50,27 @@ class CapturedAttention:
         self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)
         fixed_sizes = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
         programs = num_programs_of(target, *heads, self.max_queries, shape.with_fp8_cache)
-        decode_sizes = [DecodeMetadata.sizes(shape.max_seqs, programs, each) for each in of_window.values()]
+        decode_sizes = DecodeMetadata.sizes(shape.max_seqs, programs)
+        sizes = [*chain.from_iterable((*decode_sizes, *(each.sizes if each else ())) for each in of_window.values())]
         size = shape.num_numbers, shape.max_seqs, shape.max_blocks
-        self._staged = StagedStep([*fixed_sizes, *chain(*decode_sizes)], *size, device)
+        self._staged = StagedStep([*fixed_sizes, *sizes], *size, device)
         self.numbers = self._staged.numbers
         query_start_S1, context_len_S, tiles, *rest = self._staged.arrays
-        self._sequence_tensors = query_start_S1, context_len_S, self._staged.block_table_SM
+        self._sequences = SequenceTensors(query_start_S1, context_len_S, self._staged.block_table_SM)
         self._item_I2 = tiles.view(-1, 2)
         views = iter(rest)
         self._metadata = [
             DecodeMetadata.from_tensors(
-                *(list(islice(views, len(sizes))), self._sequence_tensors, *heads),
+                DecodeNumbers(*islice(views, len(decode_sizes))),
+                None if each is None else CascadeMetadata.for_steps(each, islice(views, len(each.sizes))),
+                self._sequences,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
                 num_queries=self.max_queries,
                 window=window,
-                cascade=each,
             )
-            for (window, each), sizes in zip(of_window.items(), decode_sizes)
+            for window, each in of_window.items()
         ]
         with_cascade: dict[Hashable, Any] = {
             plan_key(metadata.window): AttentionPlan(metadata, None) for metadata in self._metadata
@@ -68,7 +84,7 @@ class CapturedAttention:
     def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
         item_I2 = self._item_I2[: self._max_tiles(num_tokens)]
         return {
-            plan_key(each.window): AttentionPlan(each, PrefillMetadata(each.window, item_I2, *self._sequence_tensors))
+            plan_key(each.window): AttentionPlan(each, PrefillMetadata(each.window, item_I2, *self._sequences))
             for each in self._metadata
         }
 
@@ -93,26 +109,35 @@ class CapturedAttention:
         item_I2 = self._no_tiles_I2.copy()
         item_I2[: len(items)] = items
         shared = self._cascade.numbers_among(attn_metadata, decoding)
-        arrays = [each.numbers(attn_metadata, decoding, shared if each.cascade else ()) for each in self._metadata]
+        arrays = self._decode_arrays(attn_metadata, decoding, shared)
         self._fill(attn_metadata, item_I2, arrays, numbers, future)
 
     def prepare_replay(
         self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
     ) -> int:
-        shared = self._cascade.numbers(attn_metadata) if len(self.plans) > 1 else []
-        arrays = [each.numbers(attn_metadata, shared=shared if each.cascade else ()) for each in self._metadata]
+        shared = self._cascade.numbers(attn_metadata) if len(self.plans) > 1 else None
+        arrays = self._decode_arrays(attn_metadata, None, shared)
         self._fill(attn_metadata, self._no_tiles_I2, arrays, numbers, future)
-        return int(len(self.plans) > 1 and shared[0].size > 0)
+        return int(shared is not None and shared.item_U3.size > 0)
+
+    def _decode_arrays(
+        self, attn_metadata: AttentionInput, sequences: np.ndarray | None, shared: CascadeNumbers[np.ndarray] | None
+    ) -> list[np.ndarray]:
+        arrays: list[np.ndarray] = []
+        for each in self._metadata:
+            own_shared = shared if each.cascade is not None else None
+            arrays += [*each.numbers_of(attn_metadata, sequences, own_shared), *(own_shared or ())]
+        return arrays
 
     def _fill(
         self,
         attn_metadata: AttentionInput,
         item_I2: np.ndarray,
-        decode_arrays: list[list[np.ndarray]],
+        decode_arrays: list[np.ndarray],
         numbers: np.ndarray,
         future: FutureNumbers | None,
     ) -> None:
-        arrays = [attn_metadata.query_start_S1, attn_metadata.context_len_S, item_I2, *chain(*decode_arrays)]
+        arrays = [attn_metadata.query_start_S1, attn_metadata.context_len_S, item_I2, *decode_arrays]
         self._staged.fill(arrays, numbers, attn_metadata.block_table_SM, future)
 
     def unpack(self) -> None:

@@ -10,8 +10,9 @@ Suffixes: those of `kernels/contract.py`, G groups, I members of groups, P posit
 queries, U items.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -48,6 +49,26 @@ class Decided(NamedTuple):
 
     plan: CascadePlan | None
     num_decisive: int
+
+
+T = TypeVar("T")
+
+
+class CascadeNumbers(NamedTuple, Generic[T]):
+    """Numbers of a step for the cascade kernel, int32: their sizes, their arrays or their tensors.
+
+    item_U3: tile, first unit of keys, end of the units; each item writes one sum. program_start: as in `DecodeNumbers`.
+    tile_W3: a sequence with the prefix, the first item, and the number of items that the tile's keys are split into.
+    token_P: the tokens that read shared prefixes, tile by tile, padded with -1 after each group. list_index_T: index of
+    a token in that list, or -1. shared_S: the number of a sequence's context tokens covered by such sums.
+    """
+
+    item_U3: T
+    program_start: T
+    tile_W3: T
+    token_P: T
+    list_index_T: T
+    shared_S: T
 
 
 @dataclass(frozen=True)
@@ -89,20 +110,16 @@ class CascadeShape:
         )
 
     @property
-    def sizes(self) -> list[int]:
-        """Sizes of item_U3, program_start, tile_W3, token_P, place_T and shared_S of `CascadeMetadata`.
-
-        There are no more sequences than tokens.
-        """
-        items, tiles = self.max_tiles + self.num_programs, self.max_tiles
-        return [
-            3 * items,
-            self.num_programs + 1,
-            3 * tiles,
-            tiles * self.num_queries,
-            self.max_tokens,
-            self.max_tokens,
-        ]
+    def sizes(self) -> CascadeNumbers[int]:
+        """Sizes of the flat tensors. There are no more sequences than tokens."""
+        return CascadeNumbers(
+            item_U3=3 * (self.max_tiles + self.num_programs),
+            program_start=self.num_programs + 1,
+            tile_W3=3 * self.max_tiles,
+            token_P=self.max_tiles * self.num_queries,
+            list_index_T=self.max_tokens,
+            shared_S=self.max_tokens,
+        )
 
     def decide(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> Decided:
         """Choose the groups worth sharing among the sequences at these indices; no plan if they save too little."""
@@ -147,13 +164,20 @@ class CascadeShape:
         groups = PrefixGroups(sequences.take(groups.sequence_I), groups.start_G1, groups.blocks_G, groups.num_decisive)
         return Decided(CascadePlan(groups, tokens_G, tiles_G), groups.num_decisive)
 
-    def numbers(self, attn_metadata: AttentionInput, plan: CascadePlan | None) -> list[np.ndarray]:
-        """Return the contents of the tensors of `CascadeMetadata` for a step, in the order of `sizes`."""
+    def numbers(self, attn_metadata: AttentionInput, plan: CascadePlan | None) -> CascadeNumbers[np.ndarray]:
+        """Return the numbers of a step. plan: None, if nothing is shared."""
         list_index_T = np.full(int(attn_metadata.query_start_S1[-1]), -1)
         shared_S = np.zeros(len(attn_metadata.context_len_S), dtype=np.int64)
         nothing = np.zeros(0, dtype=np.int64)
         if plan is None:
-            return [nothing, np.zeros(self.num_programs + 1, np.int64), nothing, nothing, list_index_T, shared_S]
+            return CascadeNumbers(
+                item_U3=nothing,
+                program_start=np.zeros(self.num_programs + 1, np.int64),
+                tile_W3=nothing,
+                token_P=nothing,
+                list_index_T=list_index_T,
+                shared_S=shared_S,
+            )
         sequence_I, group_I, start_G = plan.groups.sequence_I, plan.groups.group_I, plan.groups.start_G1[:-1]
         shared_S[sequence_I] = plan.tokens_G[group_I]
         first_I = attn_metadata.query_start_S1[sequence_I].astype(np.int64)
@@ -167,44 +191,50 @@ class CascadeShape:
         units_W = np.repeat(plan.tokens_G // UNIT, plan.tiles_G)
         items = partition(np.zeros_like(units_W), units_W, self.num_programs)
         first_item_W = np.cumsum(items.pieces_S) - items.pieces_S
-        item_U3 = np.stack([items.of_I, items.begin_I, items.end_I], axis=1)
-        tile_W3 = np.stack([np.repeat(sequence_I[start_G], plan.tiles_G), first_item_W, items.pieces_S], axis=1)
-        return [item_U3, items.program_start, tile_W3, token_P, list_index_T, shared_S]
+        sequence_W = np.repeat(sequence_I[start_G], plan.tiles_G)
+        return CascadeNumbers(
+            item_U3=np.stack([items.of_I, items.begin_I, items.end_I], axis=1),
+            program_start=items.program_start,
+            tile_W3=np.stack([sequence_W, first_item_W, items.pieces_S], axis=1),
+            token_P=token_P,
+            list_index_T=list_index_T,
+            shared_S=shared_S,
+        )
 
 
 @dataclass(frozen=True)
 class CascadeMetadata:
-    """Device tensors of fixed size: int32, and the float32 sums that the kernels write.
-
-    token_P: the tokens that read shared prefixes, tile by tile, padded with -1 after each group. place_T: index of a
-    token in that list, or -1. tile_W3: a sequence with the prefix, the first item, and the number of items that the
-    tile's keys are split into. item_U3: tile, first unit of keys, end of the units; each item writes one sum.
-    program_start: as in `DecodeItems`. shared_S: the number of a sequence's context tokens covered by such sums.
-    """
+    """Device tensors of fixed size: the numbers of a step, and the float32 sums that the kernels write."""
 
     shape: CascadeShape
-    item_U3: torch.Tensor
-    program_start: torch.Tensor
-    tile_W3: torch.Tensor
-    token_P: torch.Tensor
-    list_index_T: torch.Tensor
-    shared_S: torch.Tensor
+    numbers: CascadeNumbers[torch.Tensor]
     partial_UKRD: torch.Tensor  # float32, like the maxima and sums of its rows
     best_UKR: torch.Tensor
     sum_UKR: torch.Tensor
 
     @classmethod
-    def for_steps(cls, shape: CascadeShape, numbers: list[torch.Tensor]) -> "CascadeMetadata":
-        """Build the metadata on tensors of the shape's `sizes`."""
-        item_U3, program_start, tile_W3, token_P, list_index_T, shared_S = numbers
+    def for_steps(cls, shape: CascadeShape, tensors: Iterable[torch.Tensor]) -> "CascadeMetadata":
+        """Build the metadata on flat tensors of the shape's `sizes`."""
+        numbers = CascadeNumbers(*tensors)
         rows = shape.max_tiles + shape.num_programs, shape.num_kv_heads, shape.num_queries * shape.group
         partial_UKRD, best_UKR, sum_UKR = (
-            torch.empty(*rows, *columns, dtype=torch.float32, device=item_U3.device)
+            torch.empty(*rows, *columns, dtype=torch.float32, device=numbers.item_U3.device)
             for columns in ((shape.head_dim,), (), ())
         )
-        return cls(
-            *(shape, item_U3.view(-1, 3), program_start, tile_W3.view(-1, 3), token_P, list_index_T, shared_S),
-            *(partial_UKRD, best_UKR, sum_UKR),
+        numbers = numbers._replace(item_U3=numbers.item_U3.view(-1, 3), tile_W3=numbers.tile_W3.view(-1, 3))
+        return cls(shape, numbers, partial_UKRD, best_UKR, sum_UKR)
+
+    @property
+    def sums_of_tokens(self) -> tuple[torch.Tensor, ...]:
+        """Arguments by which the decode kernel finds the sums of a token."""
+        numbers = self.numbers
+        return (
+            numbers.shared_S,
+            numbers.list_index_T,
+            numbers.tile_W3,
+            self.partial_UKRD,
+            self.best_UKR,
+            self.sum_UKR,
         )
 
 
@@ -213,15 +243,15 @@ class CascadeSteps:
 
     def __init__(self, shape: CascadeShape) -> None:
         self._shape = shape
-        self._numbers: list[np.ndarray] = []
+        self._numbers: CascadeNumbers[np.ndarray] | None = None
         self._num_decisive = 0
         self._query_start_S1 = np.zeros(0, dtype=np.int32)
         self._first_SD = np.zeros((0, 0), dtype=np.int32)  # each sequence's decisive blocks,
         self._usable_S = np.zeros(0, dtype=np.int32)  # and the number of them that can be shared
 
-    def numbers(self, attn_metadata: AttentionInput) -> list[np.ndarray]:
+    def numbers(self, attn_metadata: AttentionInput) -> CascadeNumbers[np.ndarray]:
         """Return `CascadeShape.numbers` of the plan among all sequences. The caller must not modify the arrays."""
-        if not self._is_valid(attn_metadata):
+        if self._numbers is None or not self._is_valid(attn_metadata):
             decided = self._shape.decide(attn_metadata, np.arange(len(attn_metadata.context_len_S)))
             self._num_decisive, self._query_start_S1 = decided.num_decisive, attn_metadata.query_start_S1.copy()
             self._first_SD, self._usable_S = self._decisive_blocks(attn_metadata)
@@ -229,7 +259,7 @@ class CascadeSteps:
             self._numbers = self._shape.numbers(attn_metadata, decided.plan)
         return self._numbers
 
-    def numbers_among(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> list[np.ndarray]:
+    def numbers_among(self, attn_metadata: AttentionInput, sequences: np.ndarray) -> CascadeNumbers[np.ndarray]:
         """Return the same for the sequences at these indices, without the cache."""
         return self._shape.numbers(attn_metadata, self._shape.decide(attn_metadata, sequences).plan)
 

@@ -180,62 +180,75 @@ def decode_launches(
     `out_TND`: sums over shared prefixes (with a `cascade`), sums over the rest, and their combination."""
     num_heads, head_dim = q_TND.shape[1:]
     _, block_size, num_kv_heads, _ = cache.k_CBKD.shape
-    group = num_heads // num_kv_heads
     assert q_TND.stride()[1:] == (head_dim, 1)
     assert out_TND.is_contiguous()
-    columns = power_of_two(head_dim, 16)
+    numbers, sequences, cascade = metadata.numbers, metadata.sequences, metadata.cascade
+    columns, is_fp8 = power_of_two(head_dim, 16), cache.k_CBKD.dtype == FP8
+    partials = metadata.partial_PKRD, metadata.best_PKR, metadata.sum_PKR
     shape = {
         "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
+        "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
         "COLUMNS": columns,
         "ROWS": metadata.num_rows,
         "KEPT_ROWS": metadata.sum_PKR.shape[2],
     }
-    partials = metadata.partial_PKRD, metadata.best_PKR, metadata.sum_PKR
-    is_fp8 = cache.k_CBKD.dtype == FP8
     stages = _stages(columns, cache.k_CBKD.element_size(), target)
-    shared = metadata.cascade
-    shared_arguments = (None,) * 6
-    if shared is not None:
-        arrays = shared.shared_S, shared.list_index_T, shared.tile_W3
-        shared_arguments = *arrays, shared.partial_UKRD, shared.best_UKR, shared.sum_UKR
     own_scale, own_softcap = score_factors(scale, softcap)
-    arguments = (
-        *(q_TND, *cache_arguments(cache), out_TND),
-        *(
-            metadata.item_I4,
-            metadata.program_start,
-            metadata.query_start_S1,
-            metadata.context_len_S,
-            metadata.block_table_SM,
-            *partials,
-        ),
-        *shared_arguments,
-        sinks_N,
-        *(q_TND.stride(0), metadata.block_table_SM.stride(0), own_scale, metadata.window or 0, own_softcap),
-    )
-    windowed = metadata.window is not None
     sums = Launch(
         _decode,
         (num_kv_heads, metadata.num_programs),
-        arguments,
-        shape
-        | {"BLOCK": block_size, "KEYS": KEYS, "WINDOWED": windowed, "IS_FP8": is_fp8}
-        | {"CONVERTS": target.converts_fp8, "STAGES": stages}
-        | {"SHARED_QUERIES": 0 if shared is None else shared.shape.num_queries},
+        (
+            q_TND,
+            *cache_arguments(cache),
+            out_TND,
+            numbers.item_I4,
+            numbers.program_start,
+            sequences.query_start_S1,
+            sequences.context_len_S,
+            sequences.block_table_SM,
+            *partials,
+            *((None,) * 6 if cascade is None else cascade.sums_of_tokens),
+            sinks_N,
+            q_TND.stride(0),
+            sequences.block_table_SM.stride(0),
+            own_scale,
+            metadata.window or 0,
+            own_softcap,
+        ),
+        {
+            **shape,
+            "BLOCK": block_size,
+            "KEYS": KEYS,
+            "WINDOWED": metadata.window is not None,
+            "IS_FP8": is_fp8,
+            "CONVERTS": target.converts_fp8,
+            "STAGES": stages,
+            "SHARED_QUERIES": 0 if cascade is None else cascade.shape.num_queries,
+        },
         num_warps=programs_and_warps(target, metadata.num_rows, head_dim, is_fp8)[1],
         num_stages=stages,
     )
     combine = Launch(
         _combine,
-        (num_kv_heads, min(metadata.num_programs, len(metadata.split_S3))),
-        (out_TND, metadata.split_S3, metadata.num_splits, metadata.query_start_S1, *partials, sinks_N),
+        (num_kv_heads, min(metadata.num_programs, len(numbers.split_S3))),
+        (
+            out_TND,
+            numbers.split_S3,
+            numbers.num_splits,
+            sequences.query_start_S1,
+            *partials,
+            sinks_N,
+        ),
         shape,
     )
-    if shared is None:
+    if cascade is None:
         return sums, combine
-    return cascade_launch(q_TND, cache, shared, metadata.block_table_SM, scale, softcap, target), sums, combine
+    return (
+        cascade_launch(q_TND, cache, cascade, sequences.block_table_SM, scale, softcap, target),
+        sums,
+        combine,
+    )
 
 
 def _stages(columns: int, element_size: int, target: CompileTarget) -> int:

@@ -3,14 +3,15 @@
 Suffixes: those of `kernels/contract.py`, I items, P partial sums, R rows of a tile (queries times heads).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
 from pipeline.kernels.attention_input import AttentionInput
-from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
+from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeNumbers, CascadeShape
 from pipeline.kernels.triton.attention.partition import partition
 from pipeline.kernels.triton.attention.staging import StagedArrays
 from pipeline.kernels.triton.launch import CompileTarget, power_of_two
@@ -52,37 +53,52 @@ def programs_and_warps(target: CompileTarget, num_rows: int, head_dim: int, is_f
     return (4, 2) if is_small and target.max_shared_bytes >= 4 * _FP8_PROGRAM_BYTES else (2, 4)
 
 
-@dataclass(frozen=True)
-class DecodeItems:
-    """Items in the order of the programs that compute them, all int32.
+T = TypeVar("T")
+
+
+class DecodeNumbers(NamedTuple, Generic[T]):
+    """Numbers of a step for the decode kernel, int32: their sizes, their arrays or their tensors. Items are in the
+    order of the programs that compute them.
 
     item_I4: sequence, first tile, end of the tiles, index of its partial sum (-1: none, the item is the whole
     sequence). program_start: program p computes the items program_start[p] to program_start[p + 1]. split_S3: sequences
-    that were split, their first partial sum and the number of them.
+    that were split, their first partial sum and the number of them. num_splits: number of these sequences.
     """
 
-    item_I4: np.ndarray
-    program_start: np.ndarray
-    split_S3: np.ndarray
+    item_I4: T
+    program_start: T
+    split_S3: T
+    num_splits: T
 
 
-def decode_items(sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_programs: int) -> DecodeItems:
+def decode_items(
+    sequence_S: np.ndarray, begin_S: np.ndarray, end_S: np.ndarray, num_programs: int
+) -> DecodeNumbers[np.ndarray]:
     """Divide the tiles begin_S to end_S (at least one) of each sequence among the programs: see `partition`."""
     pieces = partition(begin_S, end_S, num_programs, MIN_TILES)
     is_cut_I = pieces.pieces_S[pieces.of_I] > 1
     partial_I = np.where(is_cut_I, np.cumsum(is_cut_I) - 1, -1)
     cut_S = np.flatnonzero(pieces.pieces_S > 1)
     first_partial_S = np.cumsum(pieces.pieces_S[cut_S]) - pieces.pieces_S[cut_S]
-    return DecodeItems(
-        np.stack([sequence_S[pieces.of_I], pieces.begin_I, pieces.end_I, partial_I], axis=1).astype(np.int32),
-        pieces.program_start.astype(np.int32),
-        np.stack([sequence_S[cut_S], first_partial_S, pieces.pieces_S[cut_S]], axis=1).astype(np.int32),
+    return DecodeNumbers(
+        item_I4=np.stack([sequence_S[pieces.of_I], pieces.begin_I, pieces.end_I, partial_I], axis=1),
+        program_start=pieces.program_start,
+        split_S3=np.stack([sequence_S[cut_S], first_partial_S, pieces.pieces_S[cut_S]], axis=1),
+        num_splits=np.array([len(cut_S)]),
     )
+
+
+class SequenceTensors(NamedTuple):
+    """Tensors of a step's sequences, int32: see `AttentionInput`."""
+
+    query_start_S1: torch.Tensor
+    context_len_S: torch.Tensor
+    block_table_SM: torch.Tensor
 
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """Device tensors of fixed size with a step's `numbers`, which are all that the kernels read of the step.
+    """Device tensors of fixed size with a step's numbers, which are all that the kernels read of the step.
 
     num_rows: rows of a tile; group * `num_queries` of them can be queries (R in the names below). window: that of the
     layers it serves. cascade: computes shared prefixes, and the items cover the rest; None: no shared prefixes. The
@@ -95,13 +111,8 @@ class DecodeMetadata:
     num_rows: int
     window: int | None
     staged: StagedArrays | None
-    item_I4: torch.Tensor
-    program_start: torch.Tensor
-    split_S3: torch.Tensor
-    num_splits: torch.Tensor
-    query_start_S1: torch.Tensor
-    context_len_S: torch.Tensor
-    block_table_SM: torch.Tensor  # int32
+    numbers: DecodeNumbers[torch.Tensor]
+    sequences: SequenceTensors
     partial_PKRD: torch.Tensor  # float32, like the maxima and sums of its rows
     best_PKR: torch.Tensor
     sum_PKR: torch.Tensor
@@ -130,39 +141,46 @@ class DecodeMetadata:
         Raises ValueError for more query tokens than `max_queries_of`.
         """
         num_programs = num_programs_of(target, num_heads, num_kv_heads, head_dim, num_queries, is_fp8)
-        sizes = cls.sizes(max_seqs, num_programs, cascade)
-        staged = StagedArrays([*sizes, max_seqs + 1, max_seqs, max_seqs * max_blocks], device)
-        *tensors, query_start_S1, context_len_S, table = staged.views
+        sizes, cascade_sizes = cls.sizes(max_seqs, num_programs), () if cascade is None else cascade.sizes
+        staged = StagedArrays([*sizes, *cascade_sizes, max_seqs + 1, max_seqs, max_seqs * max_blocks], device)
+        views = iter(staged.views)
+        numbers = DecodeNumbers(*islice(views, len(sizes)))
         made = cls.from_tensors(
-            *(tensors, (query_start_S1, context_len_S, table.view(max_seqs, max_blocks))),
-            *(num_heads, num_kv_heads, head_dim),
+            numbers,
+            None if cascade is None else CascadeMetadata.for_steps(cascade, islice(views, len(cascade_sizes))),
+            SequenceTensors(next(views), next(views), next(views).view(max_seqs, max_blocks)),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             num_queries=num_queries,
             window=window,
-            cascade=cascade,
         )
         return replace(made, staged=staged)
 
-    @classmethod
-    def sizes(cls, max_seqs: int, num_programs: int, cascade: CascadeShape | None) -> list[int]:
-        """Return the sizes of item_I4, program_start, split_S3, num_splits and the tensors of `cascade`."""
-        sizes = [4 * (max_seqs + num_programs), num_programs + 1, 3 * min(max_seqs, num_programs), 1]
-        return sizes if cascade is None else sizes + cascade.sizes
+    @staticmethod
+    def sizes(max_seqs: int, num_programs: int) -> DecodeNumbers[int]:
+        """Return the sizes of the flat tensors."""
+        return DecodeNumbers(
+            item_I4=4 * (max_seqs + num_programs),
+            program_start=num_programs + 1,
+            split_S3=3 * min(max_seqs, num_programs),
+            num_splits=1,
+        )
 
     @classmethod
     def from_tensors(
         cls,
-        tensors: Sequence[torch.Tensor],
-        sequence_tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        numbers: DecodeNumbers[torch.Tensor],
+        cascade: CascadeMetadata | None,
+        sequences: SequenceTensors,
+        *,
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        *,
         num_queries: int,
         window: int | None,
-        cascade: CascadeShape | None,
     ) -> "DecodeMetadata":
-        """Build the metadata on int32 tensors of these `sizes`. sequence_tensors: query_start_S1, context_len_S and
-        block_table_SM.
+        """Build the metadata on flat tensors of these `sizes`.
 
         The partial sums take P * num_heads * num_queries * head_dim * 4 bytes; P is twice the number of programs.
         cascade: only for layers without a window, to read shared prefixes once.
@@ -176,10 +194,7 @@ class DecodeMetadata:
                 f"with {group} query heads per KV head"
             )
         assert window is None or cascade is None
-        items, program_start, splits, num_splits, *cascade_tensors = tensors
-        num_programs = len(program_start) - 1
-        query_start_S1, context_len_S, block_table_SM = sequence_tensors
-        device = items.device
+        num_programs, device = len(numbers.program_start) - 1, numbers.item_I4.device
         rows = 2 * num_programs, num_kv_heads, group * num_queries
         return cls(
             num_programs=num_programs,
@@ -187,41 +202,40 @@ class DecodeMetadata:
             num_rows=power_of_two(group * num_queries, 16),
             window=window,
             staged=None,
-            item_I4=items.view(-1, 4),
-            program_start=program_start,
-            split_S3=splits.view(-1, 3),
-            num_splits=num_splits,
-            query_start_S1=query_start_S1,
-            context_len_S=context_len_S,
-            block_table_SM=block_table_SM,
+            numbers=numbers._replace(item_I4=numbers.item_I4.view(-1, 4), split_S3=numbers.split_S3.view(-1, 3)),
+            sequences=sequences,
             partial_PKRD=torch.empty(*rows, head_dim, dtype=torch.float32, device=device),
             best_PKR=torch.empty(rows, dtype=torch.float32, device=device),
             sum_PKR=torch.empty(rows, dtype=torch.float32, device=device),
-            cascade=None if cascade is None else CascadeMetadata.for_steps(cascade, cascade_tensors),
+            cascade=cascade,
         )
 
     def prepare_replay(
-        self, attn_metadata: AttentionInput, sequences: np.ndarray | None = None, shared: Sequence[np.ndarray] = ()
-    ) -> None:
-        """Update its tensors to a step; see `numbers`. The copy is queued on the current stream, without waiting."""
-        assert self.staged is not None
-        table_SM = attn_metadata.block_table_SM
-        if table_SM.shape != self.block_table_SM.shape:
-            table_SM = np.zeros(self.block_table_SM.shape, dtype=np.int32)
-            table_SM[: len(attn_metadata.block_table_SM), : attn_metadata.block_table_SM.shape[1]] = (
-                attn_metadata.block_table_SM
-            )
-        arrays = attn_metadata.query_start_S1, attn_metadata.context_len_S, table_SM
-        self.staged.fill([*self.numbers(attn_metadata, sequences, shared), *arrays])
-
-    def numbers(
         self,
         attn_metadata: AttentionInput,
         sequences: np.ndarray | None = None,
-        shared: Sequence[np.ndarray] = (),
-    ) -> list[np.ndarray]:
-        """Return the contents of the tensors of `sizes` for a step: the sequences of `attn_metadata` at these indices
-        (None: all). shared: from `CascadeShape.numbers`, for metadata with a cascade."""
+        shared: CascadeNumbers[np.ndarray] | None = None,
+    ) -> None:
+        """Update its tensors to a step; see `numbers_of`. The copy is queued on the current stream, without waiting."""
+        assert self.staged is not None
+        table_SM, shape = attn_metadata.block_table_SM, self.sequences.block_table_SM.shape
+        if table_SM.shape != shape:
+            table_SM = np.zeros(shape, dtype=np.int32)
+            table_SM[: len(attn_metadata.block_table_SM), : attn_metadata.block_table_SM.shape[1]] = (
+                attn_metadata.block_table_SM
+            )
+        numbers = self.numbers_of(attn_metadata, sequences, shared)
+        arrays = attn_metadata.query_start_S1, attn_metadata.context_len_S, table_SM
+        self.staged.fill([*numbers, *(shared or ()), *arrays])
+
+    def numbers_of(
+        self,
+        attn_metadata: AttentionInput,
+        sequences: np.ndarray | None = None,
+        shared: CascadeNumbers[np.ndarray] | None = None,
+    ) -> DecodeNumbers[np.ndarray]:
+        """Return the numbers of a step: the sequences of `attn_metadata` at these indices (None: all). shared: for
+        metadata with a cascade."""
         index_S = np.arange(len(attn_metadata.context_len_S)) if sequences is None else sequences
         context_S = attn_metadata.context_len_S[index_S].astype(np.int64)
         count_S = np.diff(attn_metadata.query_start_S1)[index_S]
@@ -229,8 +243,8 @@ class DecodeMetadata:
         first_seen_S = np.zeros_like(context_S)
         if self.window is not None:
             first_seen_S = np.maximum(0, context_S - count_S - self.window + 1)
-        if self.cascade is not None:
-            first_seen_S = shared[-1][index_S]
+        if shared is not None:
+            first_seen_S = shared.shared_S[index_S]
         items = decode_items(index_S, first_seen_S // KEYS, -(-context_S // KEYS), self.num_programs)
         assert int(items.item_I4[:, 3].max(initial=-1)) < len(self.partial_PKRD)
-        return [items.item_I4, items.program_start, items.split_S3, np.array([len(items.split_S3)]), *shared]
+        return items

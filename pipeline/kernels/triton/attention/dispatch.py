@@ -80,7 +80,7 @@ class PagedAttention:
         decode = prefill = None
         if len(few):
             max_count = power_of_two(int(count_S[few].max()))
-            cascade, shared = None, []
+            cascade, shared = None, None
             if window is None:
                 shape = CascadeShape.for_steps(int(count_S[few].sum()), num_heads, num_kv_heads, head_dim, self.target)
                 cascade_plan = shape.decide(attn_metadata, few).plan

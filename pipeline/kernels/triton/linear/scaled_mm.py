@@ -36,7 +36,7 @@ class ScaledMm:
 
     def __init__(self, dtype: torch.dtype, per_token: bool) -> None:
         self.dtype, self.min_tokens = dtype, MIN_TOKENS_PER_TOKEN if per_token else 1
-        self._serves: dict[torch.Size, bool] = {}
+        self._supported: dict[torch.Size, bool] = {}
 
     @classmethod
     def on(cls, device: torch.device, dtype: torch.dtype, per_token: bool) -> "ScaledMm | None":
@@ -50,19 +50,19 @@ class ScaledMm:
 
     def probe(self, value_NK: torch.Tensor, scale_BN: torch.Tensor) -> None:
         """Run the product with several numbers of tokens, once per shape of weights. Waits for the results."""
-        if value_NK.shape not in self._serves:
-            self._serves[value_NK.shape] = True
+        if value_NK.shape not in self._supported:
+            self._supported[value_NK.shape] = True
             if not agrees(value_NK, scale_BN, self.dtype):
                 self._disable(value_NK.shape, "wrong or rejected when probed")
 
     def supports(self, value_NK: torch.Tensor) -> bool:
         """Return whether a weight of this shape was probed and has not been rejected since."""
-        return self._serves.get(value_NK.shape, False)
+        return self._supported.get(value_NK.shape, False)
 
     def __call__(
         self, value_MK: torch.Tensor, scale_BM: torch.Tensor, value_NK: torch.Tensor, scale_BN: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return `scaled_mm`; None if cuBLAS rejects it, which makes `serves` False for the weight's shape.
+        """Return `scaled_mm`; None if cuBLAS rejects it, which makes `supports` False for the weight's shape.
 
         cuBLAS rejects a product before it launches anything, so a capture that contains the call stays intact.
         """
@@ -75,7 +75,7 @@ class ScaledMm:
             return None
 
     def _disable(self, shape: torch.Size, reason: str) -> None:
-        self._serves[shape] = False
+        self._supported[shape] = False
         outputs, inputs = shape
         warnings.warn(
             f"cuBLAS's fp8 product of {outputs} outputs and {inputs} inputs was {reason}. Triton computes linears of "

@@ -216,7 +216,9 @@ def test_a_ready_plan_is_used() -> None:
     step = make_step([(100, 1), (30, 1)], (2, 1), 16, 64, torch.float32)
     work = DecodeMetadata.allocate(4, 4, 64, 2, 1, 16, DEVICE, CompileTarget.from_device(DEVICE))
     work.prepare_replay(step.attn_metadata)
-    work.context_len_S[:2] = torch.tensor([90, 20], device=DEVICE)  # distinguishes the ready plan from a new one
+    work.sequences.context_len_S[:2] = torch.tensor(
+        [90, 20], device=DEVICE
+    )  # distinguishes the ready plan from a new one
     step.attn_metadata.plans[plan_key(None)] = AttentionPlan(work, None)
     ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
     shorter = replace(step.attn_metadata, context_len_S=np.array([90, 20], dtype=np.int32))
@@ -229,6 +231,5 @@ def test_tensors_of_the_work_are_aligned() -> None:
     for max_seqs in (1, 2, 3, 5):
         work = DecodeMetadata.allocate(max_seqs, 3, 64, 2, 1, 16, torch.device("cpu"), H100)
         assert work.staged is not None
-        views = (work.item_I4, work.program_start, work.split_S3, work.num_splits, work.query_start_S1)
-        for view in (*views, work.context_len_S):
+        for view in (*work.numbers, work.sequences.query_start_S1, work.sequences.context_len_S):
             assert (view.data_ptr() - work.staged.tensor.data_ptr()) % 16 == 0

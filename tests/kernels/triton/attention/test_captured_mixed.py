@@ -80,7 +80,7 @@ def test_launches_do_not_change_from_step_to_step(
         assert (out_TND[num_tokens:] == 7.0).all(), "padding attends to nothing"
         if not is_deterministic and window is None:
             recorded_cascade = attn_metadata.plans["triton", None].decode.cascade
-            shared.append((recorded_cascade.shared_S[: len(count_S)] > 0).tolist())
+            shared.append((recorded_cascade.numbers.shared_S[: len(count_S)] > 0).tolist())
     assert all(each == launches[0] for each in launches)
     if shared:
         assert shared[1] == [True, True, True, False, False], "a prompt reads its context by itself"

@@ -39,7 +39,7 @@ def check(step: Step, groups: int, kind: str = "") -> None:
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
     work = step.attn_metadata.plans[plan_key(None)].decode.cascade
-    served = set() if work is None else set(work.tile_W3[:, 0].tolist())
+    served = set() if work is None else set(work.numbers.tile_W3[:, 0].tolist())
     assert len(served) == groups
 
 
@@ -104,7 +104,7 @@ def test_more_queries_than_a_tile_holds() -> None:
     step = make_step([(390 + s, 3) for s in range(22)], (8, 1), 16, 64, torch.float32)
     check(sharing(step, [(list(range(22)), 6)]), 1)
     work = step.attn_metadata.plans[plan_key(None)].decode.cascade
-    assert work.tile_W3[:, 2].tolist() == [1, 2, 2, 1, 1]
+    assert work.numbers.tile_W3[:, 2].tolist() == [1, 2, 2, 1, 1]
 
 
 @pytest.mark.usefixtures("any_saving_pays")
