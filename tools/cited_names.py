@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 CITED = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
-MODULE = re.compile(r"(?:\w+/)*\w*\.(?:py|md)|(?:\w+/)+")
+MODULE = re.compile(r"(?:\w+/)*\w*\.py|(?:[a-z]\w*/)+")
 NAME = re.compile(r"[A-Za-z_][\w./]*(?:\(\))?")
 COMMENT = re.compile(r"(?:^|\s)# .*")
 WORD = re.compile(r"[A-Za-z_]\w*")
-OUTPUT = "_pipeline/"  # the folder of a job's own files
 
 
 def missing_names(paths: Sequence[Path], root: Path) -> Iterator[tuple[Path, int, str]]:
     """Yield file, line and text of each cited name that is neither a file nor a folder of the project, nor made of the
     package's identifiers, their endings, and words of its text constants, such as keys of the job file."""
-    files = {f"/{path.relative_to(root)}" for path in paths}
-    folders = {f"{parent}/" for name in files for parent in Path(name).parents}
+    parts = [path.relative_to(root).parts for path in paths]
+    files = {"/".join(each[at:]) for each in parts for at in range(len(each))}
+    folders = {"/".join(each[at:end]) + "/" for each in parts for end in range(1, len(each)) for at in range(end)}
     texts = {path: path.read_text() for path in paths if path.match("*.py") and path.is_relative_to(root / "pipeline")}
     trees = {path: ast.parse(text) for path, text in texts.items()}
     known = {word for tree in trees.values() for word in words_of_code(tree)}.union(keyword.kwlist)
@@ -26,10 +26,9 @@ def missing_names(paths: Sequence[Path], root: Path) -> Iterator[tuple[Path, int
     for path, tree in trees.items():
         for number, line in prose_of(texts[path], tree):
             for text in CITED.findall(line):
-                if MODULE.fullmatch(text) and not text.startswith(OUTPUT):
-                    exists = any(each.endswith(f"/{text}") for each in files | folders)
-                else:
-                    exists = not NAME.fullmatch(text) or {*WORD.findall(text)} <= known or text in endings
+                exists = text in files or text in folders
+                if not MODULE.fullmatch(text):
+                    exists |= not NAME.fullmatch(text) or {*WORD.findall(text)} <= known or text in endings
                 if not exists:
                     yield path, number, text
 

@@ -1,7 +1,7 @@
 """Output of `pipeline status --watch`: rows, tokens and rates of the job and of each engine actor.
 
 A table redrawn in place on a terminal, a line now and then elsewhere. The data is read from the output folder
-(`job/output/run_watcher.py`), so a job can be watched from any machine.
+(`job/output/run_follower.py`), so a job can be watched from any machine.
 """
 
 from collections.abc import Callable

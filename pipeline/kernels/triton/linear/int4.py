@@ -297,8 +297,8 @@ class TiledInt4:
 
     @classmethod
     def repack(cls, weight: GroupIntWeight, device: torch.device, adjacent: int | None = None) -> "TiledInt4":
-        """Repack on `device`, which temporarily takes 5 bytes per weight. Requires `supports`. The default for `adjacent`
-        is that of the device's products."""
+        """Repack on `device`, which temporarily takes 5 bytes per weight. Requires `supports`. adjacent: None is the
+        number that suits the device's products."""
         adjacent = adjacent or adjacent_inputs(CompileTarget.from_device(device))
         num_inputs = weight.in_features
         missing = -num_inputs % CHUNK
