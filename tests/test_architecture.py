@@ -1,10 +1,14 @@
-"""`docs/architecture.md` is true: its folders, its files, the path of a token, and where families are named."""
+"""`docs/architecture.md` is true: its folders, its files, its three paths, and where families are named."""
 
 import ast
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import FrameType
+
+import pytest
 
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
@@ -85,3 +89,61 @@ def test_the_listed_paths_of_a_token_are_true() -> None:
         ran = files_of_a_token(**options)  # type: ignore[arg-type]
         assert set(re.findall(r"`([\w/]+(?:\.py|/))`", listed[1])) - {"engine/sampling/"} == ran - plain, heading
         plain = plain or ran
+
+
+# `sitecustomize` of every process of a run: append the file of each function of the package that is called first.
+TRACE = """
+import os, sys, threading
+
+log = os.open(os.environ["TRACE_LOG"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+package, seen = os.environ["TRACED_PACKAGE"], set()
+
+def note(frame, event, argument):
+    code = frame.f_code
+    if event == "call" and code not in seen:
+        seen.add(code)
+        if code.co_flags & 1 and code.co_filename.startswith(package):  # 1: a function, not the body of a class
+            os.write(log, f"{code.co_filename[len(package) + 1:]}\\n".encode())
+
+sys.setprofile(note)
+threading.setprofile(note)
+"""
+JOB = """
+input: {path: jobs/data, limit: 4}
+prompt: {column: report}
+model: {path: model}
+output: {path: out}
+"""
+DECLARATIONS = {"job/process/messages.py", "errors.py"}
+OTHER_PROCESS = {"job/process/main.py"}  # runs at the same time as the rest
+OTHER_JOBS = {"job/dataflow/graph.py", "job/actor/endpoint_rows.py", "endpoint/engine.py"}  # Ray, and a server
+
+
+@pytest.fixture(scope="module")
+def files_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the files whose functions ran during `pipeline run` with a fake engine, in the order of each function's
+    first call in each process."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "sitecustomize.py").write_text(TRACE)
+    (folder / "job.yaml").write_text(JOB)
+    (folder / "jobs").symlink_to(ROOT / "jobs")
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text('{"seconds_per_step": 0}')
+    (folder / "model" / "tokenizer.json").write_text("{}")
+    log = folder / "trace"
+    traced = {"PYTHONPATH": f"{folder}:{ROOT}", "TRACE_LOG": str(log), "TRACED_PACKAGE": str(PACKAGE)}
+    command = [sys.executable, "-m", "tests.faults.driver", "run", "job.yaml"]
+    subprocess.run(command, cwd=folder, env=os.environ | traced, check=True, capture_output=True, timeout=240)
+    return log.read_text().splitlines()
+
+
+@pytest.mark.parametrize("of", ["row", "command"])
+def test_the_listed_paths_of_a_row_and_a_command_are_true(files_of_a_run: list[str], of: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    section = page.partition(f"## Path of a {of}\n")[2].partition("\n## ")[0]
+    listed = [name for name in re.findall(r"`([\w/]+\.py)`", section) if name not in DECLARATIONS]
+    assert len(listed) > 10
+    assert {*listed} - {*files_of_a_run} <= OTHER_JOBS
+    rest = iter(files_of_a_run)
+    for name in listed:
+        assert name in OTHER_JOBS | OTHER_PROCESS or name in rest, f"{name} runs earlier than the page says"
