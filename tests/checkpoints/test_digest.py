@@ -171,7 +171,7 @@ def test_a_killed_download_leaves_no_usable_entry(store, cache, monkeypatch):
     assert visible(cache) == [folder.name]
 
 
-def test_fault_13_a_disk_too_small_for_the_model(store, monkeypatch):
+def test_a_disk_too_small_for_the_model(store, monkeypatch):
     usage = shutil.disk_usage("/")._replace(free=1_000_000)
     monkeypatch.setattr(model_cache.shutil, "disk_usage", lambda _: usage)
     with pytest.raises(
@@ -180,7 +180,7 @@ def test_fault_13_a_disk_too_small_for_the_model(store, monkeypatch):
         resolve(store)
 
 
-def test_fault_36_a_folder_of_pickles_is_refused(store):
+def test_a_folder_of_pickles_is_refused(store):
     store.bucket.put("pickles/config.json", b"{}")
     store.bucket.put("pickles/pytorch_model.bin", b"")
     with pytest.raises(ModelError, match=r"only pickles \(pytorch_model\.bin\), which can run code"):

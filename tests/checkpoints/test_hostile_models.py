@@ -59,7 +59,7 @@ class Bomb:
         return Path.touch, (self.marker,)
 
 
-def test_fault_36_pickled_weights_are_refused_and_never_opened(folder: Path, tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_and_never_opened(folder: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     bomb = pickle.dumps(Bomb(marker))
     pickle.loads(bomb)
@@ -76,7 +76,7 @@ def test_fault_36_pickled_weights_are_refused_and_never_opened(folder: Path, tmp
     assert not marker.exists()
 
 
-def test_fault_37_code_of_a_model_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
+def test_code_of_a_model_folder_is_never_run(folder: Path, tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     for name in ("modeling_evil", "configuration_evil", "tokenization_evil", "config", "tokenizer", "torch", "numpy"):
         (folder / f"{name}.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
@@ -100,7 +100,7 @@ NAMES = ["../outside.safetensors", "/etc/passwd", "sub/a.safetensors", "a.bin", 
 
 
 @pytest.mark.parametrize("name", [*NAMES, "..\\a.safetensors", "x" * 300 + ".safetensors", None, ["a.safetensors"]])
-def test_fault_40_the_index_names_files_of_the_folder(folder: Path, name: object) -> None:
+def test_the_index_names_files_of_the_folder(folder: Path, name: object) -> None:
     (folder.parent / "outside.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
     with pytest.raises(ModelError, match=r"plain|cannot be read"):
@@ -108,7 +108,7 @@ def test_fault_40_the_index_names_files_of_the_folder(folder: Path, name: object
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_fault_40_links_out_of_the_folder_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
+def test_links_out_of_the_folder_are_refused(folder: Path, tmp_path: Path, name: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (folder / name).rename(outside / name)
@@ -129,7 +129,7 @@ def test_fault_40_links_out_of_the_folder_are_refused(folder: Path, tmp_path: Pa
         read(folder)
 
 
-def test_fault_40_links_inside_the_folder_and_a_hugging_face_cache_are_followed(folder: Path, tmp_path: Path) -> None:
+def test_links_inside_the_folder_and_a_hugging_face_cache_are_followed(folder: Path, tmp_path: Path) -> None:
     (folder / "weights").mkdir()
     (folder / "model.safetensors").rename(folder / "weights" / "w")
     (folder / "model.safetensors").symlink_to("weights/w")
@@ -177,7 +177,7 @@ FALSE_HEADERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", FALSE_HEADERS)
-def test_fault_41_false_headers_are_refused(folder: Path, change: str) -> None:
+def test_false_headers_are_refused(folder: Path, change: str) -> None:
     path = folder / "model.safetensors"
     header, data = header_of(path)
     header[NORM] |= FALSE_HEADERS[change]
@@ -196,13 +196,13 @@ def test_fault_41_false_headers_are_refused(folder: Path, change: str) -> None:
     struct.pack("<Q", 2) + b"{}" + b"bytes that no tensor owns",
     b"\x00" * 64,
 ])  # fmt: skip
-def test_fault_41_files_that_are_not_safetensors_are_refused(folder: Path, content: bytes) -> None:
+def test_files_that_are_not_safetensors_are_refused(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
     with pytest.raises(ModelError, match=r"model\.safetensors: not a valid safetensors file"):
         load(folder)
 
 
-def test_fault_41_a_name_that_two_files_hold_or_one_holds_twice_is_refused(folder: Path) -> None:
+def test_a_name_that_two_files_hold_or_one_holds_twice_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     header, data = header_of(path)
     twice = f'{json.dumps(header)[:-1]}, "{NORM}": {json.dumps(header["lm_head.weight"])}}}'
@@ -217,7 +217,7 @@ def test_fault_41_a_name_that_two_files_hold_or_one_holds_twice_is_refused(folde
         load(folder)
 
 
-def test_fault_41_mutated_headers_load_or_are_refused(folder: Path) -> None:
+def test_mutated_headers_load_or_are_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     raw = path.read_bytes()
     header_end = 8 + struct.unpack("<Q", raw[:8])[0]
@@ -276,7 +276,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), HOSTILE)
-def test_fault_42_huge_negative_and_invalid_values_are_refused_by_name(
+def test_huge_negative_and_invalid_values_are_refused_by_name(
     folder: Path, values: dict, message: str
 ) -> None:
     edit_config(folder, **values)
@@ -286,7 +286,7 @@ def test_fault_42_huge_negative_and_invalid_values_are_refused_by_name(
     assert len(str(caught.value)) < 1000
 
 
-def test_fault_42_values_that_do_not_belong_to_the_weights_name_the_tensor(folder: Path) -> None:
+def test_values_that_do_not_belong_to_the_weights_name_the_tensor(folder: Path) -> None:
     for key, value, tensor in (
         ("vocab_size", 1 << 24, "embed_tokens"),
         ("hidden_size", 1 << 16, "embed_tokens"),
@@ -301,7 +301,7 @@ def test_fault_42_values_that_do_not_belong_to_the_weights_name_the_tensor(folde
         (folder / "config.json").write_text(before)
 
 
-def test_fault_42_a_context_of_millions_allocates_only_used_memory(folder: Path) -> None:
+def test_a_context_of_millions_allocates_only_used_memory(folder: Path) -> None:
     edit_config(folder, max_position_embeddings=1 << 24)
     with float32_engine(folder, max_model_len=None, kv_cache_memory_bytes=1 << 20) as engine:
         assert engine.max_model_len == engine.pool.num_blocks * engine.pool.block_size < 10_000
@@ -310,7 +310,7 @@ def test_fault_42_a_context_of_millions_allocates_only_used_memory(folder: Path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"])
-def test_fault_42_bombs_of_depth_and_size_are_refused(folder: Path, name: str) -> None:
+def test_bombs_of_depth_and_size_are_refused(folder: Path, name: str) -> None:
     sound = (folder / name).read_bytes() if (folder / name).exists() else b"{}"
     digits = b'{"vocab_size": ' + b"9" * 100_000 + b"}"
     deep = [b'{"x": ' + b"[" * depth + b"]" * depth + b"}" for depth in (200_000, 5000)]
@@ -325,13 +325,13 @@ def test_fault_42_bombs_of_depth_and_size_are_refused(folder: Path, name: str) -
         read(folder)
 
 
-def test_fault_42_the_tokenizer_builds_nothing_from_the_sizes_of_a_config(folder: Path) -> None:
+def test_the_tokenizer_builds_nothing_from_the_sizes_of_a_config(folder: Path) -> None:
     edit_config(folder, model_type="qwen2", num_hidden_layers=10**9, max_window_layers=1, use_sliding_window=True)
     tokenizer = Tokenizer.from_folder(str(folder))
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
-def test_fault_42_mutated_configs_are_read_or_refused(folder: Path) -> None:
+def test_mutated_configs_are_read_or_refused(folder: Path) -> None:
     rng = np.random.default_rng(42)
     path = folder / "config.json"
     values = json.loads(path.read_text()) | {"quantization_config": None, "rope_scaling": None, "head_dim": 8}

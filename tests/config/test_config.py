@@ -320,7 +320,7 @@ def test_the_longest_prefix_of_a_url_gives_its_options(job):
         assert storage_for(path, config.storage_options) == options, path
 
 
-def test_fault_46_secrets_are_in_no_message_and_no_record(job, mistakes):
+def test_secrets_are_in_no_message_and_no_record(job, mistakes):
     config = job(STORES)
     assert "hunter2" not in repr(config).replace("ftp://user:hunter2@", "")
     assert "storage_options" not in json.dumps([identity_of(config), numerics_of(config), free_of(config)])

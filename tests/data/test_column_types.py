@@ -220,7 +220,7 @@ def test_times_that_do_not_fit_are_not_damage_without_statistics(write):
         list(window_units(source, cut_windows(source, 10, 1 << 20)[0], spec))
 
 
-def test_fault_28_types_widen_only_without_loss_at_every_depth(write):
+def test_types_widen_only_without_loss_at_every_depth(write):
     for a, b, merged in (
         (pa.int64(), pa.float64(), None),  # 2**53 + 1 would change
         (pa.uint64(), pa.int64(), None),

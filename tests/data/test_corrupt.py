@@ -75,7 +75,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-def test_fault_26_bit_flips_are_found(write):
+def test_bit_flips_are_found(write):
     """Every bit flip in the data is either reported or changes nothing: the file has page checksums."""
     folder = write("a.parquet", {"text": [f"{i * 7919 % 10007} and more" for i in range(300)]}, compression="none")
     source = open_source(folder)
@@ -96,7 +96,7 @@ def test_fault_26_bit_flips_are_found(write):
     assert found > 0.9 * len(positions)
 
 
-def test_fault_26_a_footer_with_wrong_bytes_never_ends_the_process(write):
+def test_a_footer_with_wrong_bytes_never_ends_the_process(write):
     """The file is skipped or readable, and the file next to it is readable. pyarrow aborts on some of these footers."""
     columns = {
         "text": ["a", None] * 30,
@@ -130,7 +130,7 @@ def damaged(write) -> tuple[Path, int]:
 
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("max_rows", [1000, 10, 7])
-def test_fault_26_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed(write, max_rows, remote):
+def test_under_skip_the_damaged_row_group_is_null_and_the_rest_unharmed(write, max_rows, remote):
     write("a.parquet", {"text": ["first"], "id": [-1]})
     folder = str(damaged(write)[0].parent)
     if remote:

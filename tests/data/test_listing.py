@@ -533,7 +533,7 @@ def test_folders_of_a_column_whose_name_begins_with_an_underscore_are_read(write
 
 
 @pytest.mark.parametrize("fault", ["truncated", "slow_down", "reset"])
-def test_fault_21_reading_continues_after_faults_of_the_store(store, write, fault):
+def test_reading_continues_after_faults_of_the_store(store, write, fault):
     folder = write("a.parquet", texts(50), row_group_size=10)
     store.bucket.upload(Path(folder, "a.parquet"), f"faults/{fault}/a.parquet")
     source = open_source(store.bucket.url(f"faults/{fault}"), store.bucket.storage)

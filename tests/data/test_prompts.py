@@ -41,7 +41,7 @@ def test_column_and_template():
 
 @settings(max_examples=50, deadline=None)
 @given(st.text(min_size=1), st.text(alphabet="{}report.__class__[0]!r:>5", min_size=1))
-def test_fault_45_values_are_never_rendered_again(text, hostile):
+def test_values_are_never_rendered_again(text, hostile):
     columns = {"report": [text, hostile], "other": ["{report}", "{{report}}"]}
     rendered = render(pa.table(columns), PromptSpec(template="{{{other}}} <{report}>")).prompts
     assert rendered == ["{{report}} <" + text + ">", "{{{report}}} <" + hostile + ">"]
@@ -125,7 +125,7 @@ def test_faults_29_30_31_rows_without_a_prompt():
     assert prompts(two, template="{a}-{b}") == ["empty_prompt", "-x", "null_prompt"]
 
 
-def test_fault_33_bytes_that_are_not_utf8():
+def test_bytes_that_are_not_utf8():
     good = "grün".encode()
     for column in (bad_string(b"\xff\xfe", good, b"\xed\xa0\x80"), pa.array([b"\xff\xfe", good, b"\xed\xa0\x80"])):
         expected = ["invalid_utf8", "grün", "invalid_utf8"]
@@ -142,7 +142,7 @@ def test_fault_33_bytes_that_are_not_utf8():
 
 
 @pytest.mark.parametrize("kind", ["column", "template", "messages"])
-def test_fault_31_a_prompt_of_100_mb_is_refused_without_a_copy_of_it(kind):
+def test_a_prompt_of_100_mb_is_refused_without_a_copy_of_it(kind):
     huge = pa.array(["x" * 100_000_000, '[{"role":"user","content":"y"}]', None])
     table = pa.table({"text": huge, "n": [1, 2, 3]})
     spec = PromptSpec(**{kind: "{n} {text}" if kind == "template" else "text"})

@@ -90,7 +90,7 @@ def test_kept_columns_with_names_of_ours():
     assert unit.own("_prompt").to_pylist() == ["a", "b"]
 
 
-def test_fault_33_invalid_text_in_a_kept_column_passes_through():
+def test_invalid_text_in_a_kept_column_passes_through():
     _, offsets, data = pa.array([b"\xff", b"ok"]).buffers()
     note = pa.StringArray.from_buffers(2, offsets, data)
     unit = Unit.from_bytes(make_units(window_of({"text": note, "id": note}), spec())[0].to_bytes())

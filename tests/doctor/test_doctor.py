@@ -304,7 +304,7 @@ def test_a_check_that_breaks_does_not_end_the_others(monkeypatch):
     ("path: out/new", "path: out/new, storage_options: {{{o}}}", ""),
     ("path: out/new", "path: out/new", "storag: {{{o}}}"),
 ])  # fmt: skip
-def test_fault_46_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
+def test_secrets_are_in_no_message_of_validate_doctor_and_run(work, pipe, monkeypatch, change):
     """The cases are unreachable stores, wrong options, and a defect that prints a traceback."""
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: RetryPolicy(max_tries=1))
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)

@@ -55,7 +55,7 @@ def test_eos_ends_a_sequence_and_is_the_last_token_but_not_text(folder: Path) ->
         assert free[9] not in late.token_ids[:20]
 
 
-def test_fault_47_a_stop_string_cuts_the_text_where_it_starts(folder: Path) -> None:
+def test_a_stop_string_cuts_the_text_where_it_starts(folder: Path) -> None:
     with float32_engine(folder) as engine:
         prompts = prompts_of(12, seed=3)
         done = engine.generate(prompts, greedy(40))
@@ -67,7 +67,7 @@ def test_fault_47_a_stop_string_cuts_the_text_where_it_starts(folder: Path) -> N
     assert done[row].token_ids[: len(cut.token_ids)] == cut.token_ids
 
 
-def test_fault_47_stop_strings_survive_preemption(folder: Path) -> None:
+def test_stop_strings_survive_preemption(folder: Path) -> None:
     with float32_engine(folder) as engine:
         prompts = prompts_of(6, seed=4)
         texts = [c.text.replace("\ufffd", "") for c in engine.generate(prompts, greedy(50))]
@@ -132,7 +132,7 @@ def test_logprobs_are_those_of_the_reference(folder: Path) -> None:
         assert [v for _, v in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
-def test_fault_49_blocks_handed_out_again_may_hold_anything(folder: Path) -> None:
+def test_blocks_handed_out_again_may_hold_anything(folder: Path) -> None:
     prompts = [p + [1, 2, 3] * 9 for p in prompts_of(14, seed=9)]
     with float32_engine(folder) as engine:
         clean = engine.generate(prompts, greedy(24))
@@ -155,7 +155,7 @@ def test_fault_49_blocks_handed_out_again_may_hold_anything(folder: Path) -> Non
 NAN_TOKEN = 300  # the tokenizer never makes it; its embedding is poisoned
 
 
-def test_fault_49_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchanged(folder: Path) -> None:
+def test_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchanged(folder: Path) -> None:
     """Tokens are equal; log-probabilities to the last bit or two, as in two undisturbed runs: BLAS rounds by where its
     buffers happen to lie."""
     common = prompts_of(1, seed=11)[0][:20] + [7] * 20
@@ -203,7 +203,7 @@ def test_fault_49_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchange
         assert ours == pytest.approx(theirs, abs=2e-6)
 
 
-def test_fault_48_a_model_that_never_ends_is_ended_by_its_budget_or_the_context(folder: Path) -> None:
+def test_a_model_that_never_ends_is_ended_by_its_budget_or_the_context(folder: Path) -> None:
     with float32_engine(folder, max_model_len=64) as engine:
         engine.loop.output_processor.is_eos[:] = False  # no token of this model ends anything
         budget, context = engine.generate(
@@ -214,7 +214,7 @@ def test_fault_48_a_model_that_never_ends_is_ended_by_its_budget_or_the_context(
         assert not engine.has_unfinished
 
 
-def test_fault_32_a_prompt_longer_than_the_context_is_an_error_row_and_never_cut(folder: Path) -> None:
+def test_a_prompt_longer_than_the_context_is_an_error_row_and_never_cut(folder: Path) -> None:
     with float32_engine(folder, max_model_len=64) as engine:
         fits, full, longer = engine.generate([[5] * 63, [5] * 64, [5] * 1000], greedy(4))
     assert (fits.finish_reason, len(fits.token_ids)) == ("length", 1)

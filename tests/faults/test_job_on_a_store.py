@@ -89,7 +89,7 @@ def test_a_file_that_was_repaired_in_the_store_leaves_each_row_once(job, store):
     assert {row["source_row"] for row in rows if row["error"] == "corrupt_input"} == set(range(10, 20))
 
 
-def test_fault_46_no_file_or_log_of_a_job_holds_its_storage_options(job, store, caplog, capfd):
+def test_no_file_or_log_of_a_job_holds_its_storage_options(job, store, caplog, capfd):
     job.rows(TEXTS[:10])
     upload(job, store)
     report, statuses = run(job)

@@ -156,7 +156,7 @@ def test_permanent_errors_are_raised_at_once():
 # --- over HTTP
 
 
-def test_fault_15_bursts_of_500_and_503(store, remote):
+def test_bursts_of_500_and_503(store, remote):
     fs, path = remote
     for request in ("/a", "list-type=2"):
         store.proxy.add("server_error", request, "GET", 2)
@@ -170,7 +170,7 @@ def test_fault_15_bursts_of_500_and_503(store, remote):
     assert fs.retries.counted()["throttled"] == 11
 
 
-def test_fault_15_tries_do_not_multiply_with_those_of_the_layers_below(store, remote):
+def test_tries_do_not_multiply_with_those_of_the_layers_below(store, remote):
     fs, path = remote
     store.proxy.add("slow_down", "/a", "GET", 1000)
     seen = len(store.proxy.requests)
@@ -179,7 +179,7 @@ def test_fault_15_tries_do_not_multiply_with_those_of_the_layers_below(store, re
     assert len(store.proxy.requests) - seen == 8
 
 
-def test_fault_16_a_request_that_never_arrives(store, tmp_path):
+def test_a_request_that_never_arrives(store, tmp_path):
     options = {**store.bucket.storage, "config_kwargs": {"read_timeout": 0.3}}
     fs, path = filesystem(store.bucket.url(tmp_path.name), options, QUICK)
     store.proxy.stall_s = 1.0
@@ -189,7 +189,7 @@ def test_fault_16_a_request_that_never_arrives(store, tmp_path):
     assert fs.retries.counted() == {"timeout": 1}
 
 
-def test_fault_18_a_conflict_is_not_exists(store, remote):
+def test_a_conflict_is_not_exists(store, remote):
     fs, path = remote
     store.proxy.add("conflict", "/new", times=2)
     assert fs.pipe_file(f"{path}/new", b"text", mode="create")
@@ -198,7 +198,7 @@ def test_fault_18_a_conflict_is_not_exists(store, remote):
         fs.pipe_file(f"{path}/new", b"text", mode="create")
 
 
-def test_fault_20_an_error_in_a_200_is_not_success(store, remote):
+def test_an_error_in_a_200_is_not_success(store, remote):
     fs, path = remote
     store.proxy.add("error_body", "/new", "PUT")
     fs.pipe_file(f"{path}/new", b"text", mode="create")
@@ -212,7 +212,7 @@ def test_fault_20_an_error_in_a_200_is_not_success(store, remote):
     assert sum(fs.retries.counted().values()) == 4
 
 
-def test_fault_21_short_and_slow_bodies(store, remote):
+def test_short_and_slow_bodies(store, remote):
     fs, path = remote
     whole = bytes(range(250)) * 4
     store.proxy.add("truncated", "/a", times=2)
@@ -228,7 +228,7 @@ def test_fault_21_short_and_slow_bodies(store, remote):
     assert fs.cat_file(f"{path}/a", 0, 9) == whole[:9]
 
 
-def test_fault_21_a_read_that_is_always_short_fails():
+def test_a_read_that_is_always_short_fails():
     fs, remote, _ = failing()
     fs.info = lambda path: {"size": 10, "type": "file"}  # pyright: ignore
     with pytest.raises(EnvironmentFailed, match=r"8 tries .*\(short_read\).*received 4 of 6 bytes"):
@@ -243,7 +243,7 @@ def test_a_file_that_became_shorter_is_an_error(store, remote):
             handle.read(1000)
 
 
-def test_fault_22_expired_credentials_are_reloaded_once(store, tmp_path, monkeypatch):
+def test_expired_credentials_are_reloaded_once(store, tmp_path, monkeypatch):
     credentials = tmp_path / "credentials"
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
     monkeypatch.setenv("AWS_ENDPOINT_URL", store.proxy.url)

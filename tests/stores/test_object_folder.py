@@ -219,7 +219,7 @@ def test_threads_write_the_same_part(request, kind, ready):
 
 
 @pytest.mark.parametrize("operation", ["list", "probe", "write"])
-def test_fault_14_a_store_that_denies(faulty, store, operation):
+def test_a_store_that_denies(faulty, store, operation):
     """Reading and probing precede the loading of the model, so the job is refused. Later it stops and can resume."""
     faulty.proxy.add("denied", store.path.rpartition("/")[2], "GET" if operation == "list" else "PUT", 100)
     expected = EnvironmentFailed if operation == "write" else OutputError
@@ -227,14 +227,14 @@ def test_fault_14_a_store_that_denies(faulty, store, operation):
         {"list": store.list, "probe": store.folder.probe, "write": lambda: store.write(name(), result(50))}[operation]()
 
 
-def test_fault_14_no_bucket(faulty):
+def test_no_bucket(faulty):
     missing = PartStore("s3://bucket-that-is-not/out", faulty.bucket.storage)
     assert missing.list().num_units == 0
     with pytest.raises(OutputError, match=r"s3://bucket-that-is-not/out/.*no such bucket.*create it first"):
         missing.folder.probe()
 
 
-def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, store):
+def test_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, store):
     faulty.proxy.add("lost_put", "part-.*u0000", times=1)
     assert store.write(name(), result(50))
     faulty.proxy.add("lost_put", "job.json", times=3)
@@ -251,7 +251,7 @@ def test_fault_17_an_answer_lost_after_a_create_is_recognised_as_ours(faulty, st
     assert not store.write(name(), result(50))
 
 
-def test_fault_17_answers_lost_while_probing(faulty, store):
+def test_answers_lost_while_probing(faulty, store):
     before = faulty.proxy.done["lost_put"]
     for tries in (1, 2, 3):
         faulty.proxy.add("lost_put", "probe", times=tries)
@@ -261,7 +261,7 @@ def test_fault_17_answers_lost_while_probing(faulty, store):
     assert faulty.proxy.done["lost_put"] - before == 2 * (1 + 2 + 3)
 
 
-def test_fault_17_a_part_of_another_writer_is_not_ours(store):
+def test_a_part_of_another_writer_is_not_ours(store):
     """The PUT of another writer arrives between our check and our PUT."""
     failpoints.install({"part.serialized": failpoints.on_hit(1, lambda: store.write(name(), result(50)))})
     assert not store.write(name(), result(50))
@@ -269,7 +269,7 @@ def test_fault_17_a_part_of_another_writer_is_not_ours(store):
     assert re.fullmatch(rb"[0-9a-f]{16}", notes[NONCE_KEY])
 
 
-def test_fault_19_no_upload_has_parts_and_one_begun_is_invisible(faulty, store):
+def test_no_upload_has_parts_and_one_begun_is_invisible(faulty, store):
     folder = store.path.rpartition("/")[2]
     upload = {"Bucket": "bucket", "Key": f"{folder}/{name()}"}
     begun = faulty.bucket.client.create_multipart_upload(**upload)["UploadId"]
@@ -282,7 +282,7 @@ def test_fault_19_no_upload_has_parts_and_one_begun_is_invisible(faulty, store):
     assert faulty.bucket.client.head_object(Bucket="bucket", Key=f"{folder}/_pipeline/big")["ContentLength"] > 10**8
 
 
-def test_fault_20_and_21_a_stored_part_is_compared_with_the_written_one(faulty, store):
+def test_and_21_a_stored_part_is_compared_with_the_written_one(faulty, store):
     faulty.proxy.add("bad_digest", "part-", times=1)  # the store detects damage in transit
     assert store.write(name(), result(50))
     folder = store.path.rpartition("/")[2]
@@ -304,14 +304,14 @@ def test_fault_20_and_21_a_stored_part_is_compared_with_the_written_one(faulty, 
     assert not store.folder.has(str(name(2)))
 
 
-def test_fault_23_a_store_that_ignores_if_none_match_is_refused(faulty, store):
+def test_a_store_that_ignores_if_none_match_is_refused(faulty, store):
     faulty.proxy.add("ignore_conditions", "probe", times=100)
     with pytest.raises(OutputError, match=rf"{store.path}: this store cannot be an output: it ignores If-None-Match"):
         store.folder.probe()
     assert store.folder.names("_pipeline/tmp") == []
 
 
-def test_fault_23_filesystems_without_exclusive_create_are_refused(memory, monkeypatch):
+def test_filesystems_without_exclusive_create_are_refused(memory, monkeypatch):
     kind = type(memory.folder._fs.raw)
     with pytest.raises(OutputError, match="chain of filesystems"):
         PartStore("simplecache::s3://bucket/out")
@@ -398,7 +398,7 @@ def test_a_rewrite_that_waited_for_another_one_changes_nothing(local):
     assert read(store).equals(result(50, seed=1))
 
 
-def test_fault_17_an_answer_lost_after_a_rewrite(faulty, store):
+def test_an_answer_lost_after_a_rewrite(faulty, store):
     store.write(name(), result(50))
     faulty.proxy.add("lost_put", "part-", times=1)
     store.rewrite(name(), result(50, seed=2), {}, store.read_part(name()).tag)
@@ -414,7 +414,7 @@ def test_unsafe_rewriting_is_refused(faulty, store, memory):
 
 
 @pytest.mark.parametrize("step", ["swap.serialized", "swap.synced", "swap.replaced"])
-def test_fault_13_a_disk_that_fails_while_a_part_is_rewritten(local, step):
+def test_a_disk_that_fails_while_a_part_is_rewritten(local, step):
     store = local
     store.write(name(), result(50))
 

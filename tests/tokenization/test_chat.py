@@ -151,7 +151,7 @@ MIXED = st.lists(st.sampled_from([*CONTROL, "a", " ", "\n", "<|im_", "end|>", "ä
 
 @settings(max_examples=80, deadline=None)
 @given(MIXED.map("".join), MIXED.map("".join))
-def test_fault_35_control_token_text_in_messages_stays_text(tokenizer, first, second):
+def test_control_token_text_in_messages_stays_text(tokenizer, first, second):
     """The chat has the control tokens of the same chat without such text, and no character is lost."""
     plain = tokenizer.encode_chat([user("x"), {"role": "system", "content": "y"}])
     ids = tokenizer.encode_chat([user(first), {"role": "system", "content": second}])
@@ -269,7 +269,7 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_fault_39_templates_that_exhaust_time_or_memory_are_an_error(name):
+def test_templates_that_exhaust_time_or_memory_are_an_error(name):
     start = time.monotonic()
     one = renderer("{% if messages[0].content == 'now' %}" + COSTLY[name] + "{% endif %}ok")
     for _ in range(2):
@@ -282,7 +282,7 @@ def test_fault_39_templates_that_exhaust_time_or_memory_are_an_error(name):
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_fault_38_templates_do_not_leave_their_sandbox(name):
+def test_templates_do_not_leave_their_sandbox(name):
     """Each attempt is an error or renders as empty: jinja2 renders items and formats that it refuses as empty."""
     one = renderer("{% if messages[0].content == 'now' %}" + ESCAPES[name] + "{% endif %}ok")
     try:
@@ -299,7 +299,7 @@ def test_fault_38_templates_do_not_leave_their_sandbox(name):
     "{% if a %}" * 3000 + "{% endif %}" * 3000,
     "{{ " + "-" * 50_000 + "1 }}",
 ], ids=["string", "power", "parentheses", "blocks", "signs"])  # fmt: skip
-def test_fault_39_templates_that_cannot_be_compiled_in_bounds_are_refused(template):
+def test_templates_that_cannot_be_compiled_in_bounds_are_refused(template):
     start = time.monotonic()
     one = renderer(template)
     with pytest.raises((ModelError, ChatTemplateError)) as caught:

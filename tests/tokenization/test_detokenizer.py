@@ -91,7 +91,7 @@ def test_stop_strings_end_like_a_search_of_the_whole_text(ids, stop, min_tokens)
     assert pushed(checker, ids) == plain_stop(byte_level(), ids, stop, min_tokens)
 
 
-def test_fault_47_a_stop_string_across_tokens_and_inside_one():
+def test_a_stop_string_across_tokens_and_inside_one():
     tokenizer = byte_level()
     for text, stop, expected in (
         ("one 你好 two", "你好", "one "),

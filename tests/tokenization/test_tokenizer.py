@@ -53,7 +53,7 @@ def test_ordinary_text_has_the_tokens_of_transformers(folder, spm_folder, tokeni
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.sampled_from([*CONTROL, *ORDINARY, "<", "|", ">", "\n"]), max_size=6).map("".join))
-def test_fault_35_control_token_text_stays_text(tokenizer, text):
+def test_control_token_text_stays_text(tokenizer, text):
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer._control["<|bos|>"]
     assert not set(ids[1:]) & set(tokenizer._control.values())

@@ -172,7 +172,7 @@ def test_totals(store):
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_fault_13_a_disk_that_is_full_at_any_step(store, step):
+def test_a_disk_that_is_full_at_any_step(store, step):
     failpoints.install({step: failpoints.on_hit(1, failpoints.ACTIONS["enospc"])})
     with pytest.raises(EnvironmentFailed, match=r"part-.*No space left"):
         store.write(name(), result(50))
@@ -227,7 +227,7 @@ def failing(code: int, text: str):
     (failing(errno.EROFS, "no"), OutputError, "cannot be written"),
     (failing(errno.ENOSPC, "full"), EnvironmentFailed, "full"),
 ])  # fmt: skip
-def test_fault_14_the_probe_refuses_disks_without_the_required_guarantees(store, monkeypatch, fake, error, message):
+def test_the_probe_refuses_disks_without_the_required_guarantees(store, monkeypatch, fake, error, message):
     monkeypatch.setattr(os, "link", fake)
     with pytest.raises(error, match=message):
         store.folder.probe()
@@ -285,7 +285,7 @@ def run_writers(units: int, *writers: tuple[PartStore, int, str]) -> list[tuple[
     return [([c == "1" for c in made], code) for made, code in json.loads(done.stdout)]
 
 
-def test_fault_10_killed_at_every_step_of_a_commit(tmp_path):
+def test_killed_at_every_step_of_a_commit(tmp_path):
     stores = {step: PartStore(str(tmp_path / step)) for step in STEPS}
     ends = run_writers(3, *((store, 1, f"{step}=kill@2") for step, store in stores.items()))
     for (made, end), (step, store) in zip(ends, stores.items(), strict=True):

@@ -138,7 +138,7 @@ def test_catching_up_is_bounded_in_each_step() -> None:
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 6])
-def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
+def test_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     num_rows: int, is_asynchronous: bool
 ) -> None:
     """Their step is undone, and the next ones are computed without drafts for a while."""
@@ -164,7 +164,7 @@ def test_fault_03_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
     assert engine.stats.accepted_by_position == engine.stats.drafted_by_position
 
 
-def test_fault_03_04_a_draft_model_that_never_fits_is_not_called_in_steps_of_one_token() -> None:
+def test_04_a_draft_model_that_never_fits_is_not_called_in_steps_of_one_token() -> None:
     """If every step has one token, no row is blamed for a failed pass."""
     engine = hash_engine(120, 4, max_num_seqs=1, max_num_batched_tokens=1)
     proposer = draft_with_itself(engine, 3)

@@ -58,7 +58,7 @@ def test_a_request_can_be_aborted_while_its_token_is_drawn() -> None:
     assert engine.pool.num_held == 0
 
 
-def test_fault_04_a_sequence_in_flight_that_no_longer_fits_is_an_error_row() -> None:
+def test_a_sequence_in_flight_that_no_longer_fits_is_an_error_row() -> None:
     engine = hash_engine(100, 4, is_asynchronous=True)
 
     def fail_late(step: StepInput, future: FutureTokens | None) -> None:
@@ -126,7 +126,7 @@ def test_rows_that_are_preempted_draw_the_same_when_they_resume(seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: int) -> None:
+def test_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: int) -> None:
     rng = np.random.default_rng(seed)
     engine = engine_of(True)
     sample, failed = engine.runner.sample, []
@@ -150,7 +150,7 @@ def test_fault_03_04_steps_that_do_not_fit_are_repeated_and_draw_the_same(seed: 
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_fault_49_nan_logits_end_their_row_only(seed: int) -> None:
+def test_nan_logits_end_their_row_only(seed: int) -> None:
     ahead, whole = engine_of(True, bad_token=13), waiting(seed)
     broken = run(engine_of(False, bad_token=13), requests_of(seed), arrivals=np.random.default_rng(seed))
     assert same(run(ahead, requests_of(seed), arrivals=np.random.default_rng(seed)), broken)

@@ -113,7 +113,7 @@ def test_rows_of_every_kind_get_the_tokens_of_plain_steps(seed: int, kind: str) 
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_fault_03_04_steps_with_drafts_that_do_not_fit(is_asynchronous: bool) -> None:
+def test_04_steps_with_drafts_that_do_not_fit(is_asynchronous: bool) -> None:
     rng = np.random.default_rng(1)
     engine, _ = drafting_engine(3, 0.3, max_num_seqs=8, is_asynchronous=is_asynchronous)
     failed: list[bool] = []
@@ -131,7 +131,7 @@ def test_fault_03_04_steps_with_drafts_that_do_not_fit(is_asynchronous: bool) ->
     assert any(failed)
 
 
-def test_fault_49_nan_logits_among_drafts_end_their_row_only() -> None:
+def test_nan_logits_among_drafts_end_their_row_only() -> None:
     ended = 0
     for seed in range(3):
         rng = np.random.default_rng(seed)

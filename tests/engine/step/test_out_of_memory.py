@@ -53,7 +53,7 @@ def context_of(engine: Engine, step: StepInput, s: int) -> list[int]:
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_asynchronous: bool) -> None:
+def test_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_asynchronous: bool) -> None:
     rng = np.random.default_rng(seed)
     engine = tight_engine(rng, is_asynchronous=is_asynchronous)
     max_tokens = int(rng.integers(1, 12))
@@ -68,7 +68,7 @@ def test_fault_03_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_a
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_fault_03_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_complete(
+def test_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_complete(
     phase: str, is_asynchronous: bool
 ) -> None:
     engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=64, is_asynchronous=is_asynchronous)
@@ -89,7 +89,7 @@ def test_fault_03_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_com
     assert engine.scheduler.step_tokens == 64, "full steps again once it has failed"
 
 
-def test_fault_03_04_no_memory_at_all_ends_the_engine_and_blames_no_row() -> None:
+def test_04_no_memory_at_all_ends_the_engine_and_blames_no_row() -> None:
     engine = hash_engine(64, 4)
     fail_if(engine, lambda step: True)
     for row in range(10):
@@ -101,7 +101,7 @@ def test_fault_03_04_no_memory_at_all_ends_the_engine_and_blames_no_row() -> Non
     assert run(alone, [Request(0, [1, 2], SamplingParams())])[0].error == "out_of_memory"
 
 
-def test_fault_04_rows_that_pause_lose_no_work_and_the_limit_is_doubled_after_steps_that_fit() -> None:
+def test_rows_that_pause_lose_no_work_and_the_limit_is_doubled_after_steps_that_fit() -> None:
     engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=16)
     short_of_memory = [True]
     fail_if(engine, lambda step: short_of_memory[0] and len(step.token_id_T) > 2)
@@ -128,7 +128,7 @@ OTHERS = (
 )
 
 
-def test_fault_05_other_errors_of_a_step_are_not_treated_as_out_of_memory() -> None:
+def test_other_errors_of_a_step_are_not_treated_as_out_of_memory() -> None:
     for error in (*map(RuntimeError, OTHERS), ValueError("x")):
         assert not is_out_of_memory(error)
         engine = hash_engine(16, 4)
@@ -148,7 +148,7 @@ def test_the_message_of_the_cpu_allocator_is_recognised() -> None:
     assert is_out_of_memory(caught.value)
 
 
-def test_fault_03_04_the_real_model_gives_the_same_tokens(tmp_path: Path) -> None:
+def test_04_the_real_model_gives_the_same_tokens(tmp_path: Path) -> None:
     folder = make_family(tmp_path, Family("qwen3", "qwen3", {"head_dim": 16}), seed=3)
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 255, int(rng.integers(1, 90))).tolist() for _ in range(12)]

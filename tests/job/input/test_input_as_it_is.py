@@ -102,7 +102,7 @@ def test_input_that_changes_between_runs_is_refused_also_under_skip(job, name):
         run(job, input=SKIP)
 
 
-def test_fault_28_a_shard_without_a_column_is_refused_before_anything_is_written(job):
+def test_a_shard_without_a_column_is_refused_before_anything_is_written(job):
     put(job, "a.parquet", rows(0, 3))
     put(job, "b.parquet", rows(3, 3).drop_columns("text"))
     with pytest.raises(InputError, match=r"in/b\.parquet: has no column 'text'"):
@@ -120,7 +120,7 @@ def test_faults_27_and_28_a_shard_without_rows_and_one_of_wider_types_are_accept
     assert sorted(job.table()["id"].to_pylist()) == [0, 1, 2, 1 << 40, (1 << 40) + 1]
 
 
-def test_fault_34_rows_with_the_same_id_are_both_kept(job):
+def test_rows_with_the_same_id_are_both_kept(job):
     table = pa.table({"id": pa.array([7, 7, None, None]), "text": ["same", "same", "same", "other"]})
     put(job, "a.parquet", table)
     put(job, "b.parquet", table)

@@ -10,7 +10,7 @@ from tests.job.conftest import TEXTS, Started, run
 pytestmark = pytest.mark.usefixtures("without_ray")
 
 
-def test_fault_53_another_prompt_is_refused_with_what_differs(job):
+def test_another_prompt_is_refused_with_what_differs(job):
     run(job.rows(TEXTS))
     before = sorted(p.name for p in job.output.rglob("*"))
     with pytest.raises(FingerprintError) as refused:
@@ -21,7 +21,7 @@ def test_fault_53_another_prompt_is_refused_with_what_differs(job):
     assert Started.count == 1
 
 
-def test_fault_53_another_model_or_input_is_refused(job):
+def test_another_model_or_input_is_refused(job):
     run(job.rows(TEXTS))
     job.fake(step_s=0.001)
     with pytest.raises(FingerprintError, match=r"model\.config\.json: "):
@@ -39,7 +39,7 @@ def test_moved_data_and_free_settings_are_the_same_job(job):
     assert statuses[-1].phase == "already complete"
 
 
-def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
+def test_other_numerics_are_refused_until_accepted_and_then_kept(job):
     run(job.rows(TEXTS))
     job.parts()[0].unlink()
     for key, other in (("dtype", "float32"), ("activation_dtype", "fp8"), ("kv_cache_dtype", "fp8")):
@@ -53,7 +53,7 @@ def test_fault_53_other_numerics_are_refused_until_accepted_and_then_kept(job):
     assert (accepted["engine"]["dtype"], accepted["engine"]["kv_cache_dtype"]) == ("float32", "auto")
 
 
-def test_fault_54_a_foreign_folder_is_refused_and_left_alone(job):
+def test_a_foreign_folder_is_refused_and_left_alone(job):
     job.output.mkdir()
     (job.output / "thesis.doc").write_text("")
     with pytest.raises(OutputError, match=r"not empty \(thesis\.doc\)"):
@@ -68,7 +68,7 @@ def test_a_file_at_the_path_of_the_output_is_refused_by_its_own_name(job):
     assert job.output.read_text() == "mine"
 
 
-def test_fault_54_another_format_is_refused(job):
+def test_another_format_is_refused(job):
     run(job.rows(TEXTS))
     path = job.output / "_pipeline" / "job.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "format": 1}))

@@ -71,7 +71,7 @@ def test_rows_of_several_threads_return_to_their_callers(start):
     assert supervisor.generate([]) == []
 
 
-def test_fault_1_a_process_that_is_killed_in_a_step_is_replaced_and_no_row_is_blamed(start, tmp_path):
+def test_a_process_that_is_killed_in_a_step_is_replaced_and_no_row_is_blamed(start, tmp_path):
     supervisor = start(kill="row 3", once=str(tmp_path / "once"))
     for texts in (["before"], [f"row {i}" for i in range(10)]):
         requested = requests(texts)
@@ -138,7 +138,7 @@ def test_a_row_is_not_blamed_for_one_death_while_it_was_alone(start, tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["kill", "crash"])
-def test_fault_2_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, fault):
+def test_the_row_that_ends_the_process_is_found_and_becomes_an_error_row(start, fault):
     supervisor = start(**{fault: "poison"})
     requested = requests([f"row {i}" + " poison" * (i == 5) for i in range(12)])
     check(requested, supervisor.generate(requested), failed={5})
@@ -152,7 +152,7 @@ def test_fault_2_the_row_that_ends_the_process_is_found_and_becomes_an_error_row
     ("fault", "reason"),
     [("crash", "RuntimeError: a fake step failed"), ("out_of_memory", "out of memory: MemoryError: fake")],
 )
-def test_fault_5_an_engine_that_raised_is_never_used_again(start, tmp_path, fault, reason):
+def test_an_engine_that_raised_is_never_used_again(start, tmp_path, fault, reason):
     """An error of a device stays with the process that had it."""
     supervisor = start(**{fault: "row 3"}, once=str(tmp_path / "once"))
     supervisor.generate(requests(["before"]))
@@ -164,7 +164,7 @@ def test_fault_5_an_engine_that_raised_is_never_used_again(start, tmp_path, faul
     assert supervisor.deaths().reasons == (f"exit code 70: {reason}",)
 
 
-def test_fault_6_a_hung_step_is_ended_its_stack_kept_and_its_row_found(start):
+def test_a_hung_step_is_ended_its_stack_kept_and_its_row_found(start):
     supervisor = start(hang="poison", step_timeout_s=0.4)
     requested = requests(["fine", "poison", "fine too"])
     check(requested, supervisor.generate(requested), failed={1})
@@ -207,7 +207,7 @@ def test_an_import_that_fails_is_not_taken_for_too_little_memory(start, tmp_path
     assert "enough memory" not in str(raised.value)
 
 
-def test_fault_7_a_load_that_reports_nothing_for_too_long_is_ended(start):
+def test_a_load_that_reports_nothing_for_too_long_is_ended(start):
     supervisor = start(load_s=60, load_timeout_s=1.5)
     with pytest.raises(EnvironmentFailed, match=r"no message while loading for 1\.5 s \(run\.stall_timeout\)"):
         generate(supervisor, requests(["row"]))

@@ -206,7 +206,7 @@ def test_the_error_and_the_status_of_a_stopped_run_name_one_number_of_rows(job, 
     assert status["eta_s"] is None
 
 
-def test_fault_52_two_runs_at_once_deliver_each_row_once(job):
+def test_two_runs_at_once_deliver_each_row_once(job):
     job.fake(step_s=0.005).rows(TEXTS)
     config = job.config()
     with ThreadPoolExecutor() as pool:

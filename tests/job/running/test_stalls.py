@@ -47,14 +47,14 @@ class LostActors(InProcessDataflow):
         return getattr(self, "lost", None) or super().actors(end)
 
 
-def test_fault_09_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
+def test_a_run_without_actors_ends_with_its_reason(job, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.driver.InProcessDataflow", NoActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"no engine actor could be started.*run\.actors"):
         run(job, run={"stall_timeout": "0.1 s"})
 
 
-def test_fault_09_actors_that_are_silent_for_too_long_end_the_run_and_the_next_one_resumes(job, monkeypatch):
+def test_actors_that_are_silent_for_too_long_end_the_run_and_the_next_one_resumes(job, monkeypatch):
     monkeypatch.setattr("pipeline.job.running.driver.InProcessDataflow", LostActors)
     job.rows(TEXTS)
     with pytest.raises(EnvironmentFailed, match=r"No progress for 1.2 s.*1 engine actors reported"):
@@ -71,7 +71,7 @@ def test_a_slow_load_is_not_a_stall(job):
     job.check(TEXTS[:5])
 
 
-def test_fault_50_clocks_that_jump_change_nothing(job, monkeypatch):
+def test_clocks_that_jump_change_nothing(job, monkeypatch):
     """Wall time jumps back by a day at each reading."""
     looks = 0
 
