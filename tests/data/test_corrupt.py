@@ -36,7 +36,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("content", "message"), BROKEN)
-def test_faults_24_to_26_a_broken_file_is_refused_by_name_or_skipped(write, content, message):
+def test_to_26_a_broken_file_is_refused_by_name_or_skipped(write, content, message):
     write("c/good.parquet", texts(2, 5))
     folder = write("a.parquet", texts(3))
     good = Path(folder, "a.parquet").read_bytes()

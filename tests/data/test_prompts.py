@@ -114,7 +114,7 @@ def test_columns_that_cannot_be_prompts():
         PromptSpec(template="{txt}").check(schema)
 
 
-def test_faults_29_30_31_rows_without_a_prompt():
+def test_rows_without_a_prompt():
     values = [None, "", " \n\t\u2003", "x" * 21, "é" * 10, "fine"]
     expected = ["null_prompt", "empty_prompt", "empty_prompt", "prompt_too_large", "é" * 10, "fine"]
     assert prompts({"text": values}, column="text", max_bytes=20) == expected

@@ -46,7 +46,7 @@ def table(job: Job, store: FaultyStore) -> pa.Table:
     return pa.concat_tables(pq.read_table(p) for p in sorted(folder.glob("part-*.parquet")))
 
 
-def test_faults_15_to_21_a_job_through_all_of_them_gives_the_rows_of_one_on_disk(job, store):
+def test_to_21_a_job_through_all_of_them_gives_the_rows_of_one_on_disk(job, store):
     job.rows(TEXTS)
     run(job)
     job.check(TEXTS)

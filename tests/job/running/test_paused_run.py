@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 ROOT = Path(__file__).parents[3]
 
 
-def test_faults_12_and_52_a_run_that_resumes_late_changes_nothing(job):
+def test_a_run_that_resumes_late_changes_nothing(job):
     job.rows(TEXTS).fake(step_s=0.1)
     job.settings["run"] |= {"window_rows": 100}  # one window, so without Ray
     job.config()
