@@ -1,21 +1,11 @@
-"""Options that several commands share, and extensions of click: finite ranges, help texts with headings and whole
-sentences."""
+"""Options that several commands share, and extensions of click: help texts with headings and whole sentences."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import click
 
 from pipeline.presets import NAMES
-
-
-class FiniteRange(click.FloatRange):
-    """A range of finite numbers. click's own accepts NaN, and infinity where the range has no upper end."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        number = super().convert(value, param, ctx)
-        return number if math.isfinite(number) else self.fail(f"{value} is not a finite number.", param, ctx)
 
 
 class Grouped(click.Command):

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from pipeline.cli.console import print_json, print_result
-from pipeline.formatting import printable
+from pipeline.formatting import counted, printable
 from pipeline.stores.filesystem import storage_for
 
 if TYPE_CHECKING:
@@ -34,13 +34,12 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
     )
     for row in shown:
         print_result(_shown(row))
-    errors = sum(row.error is not None for row in rows)
+    errors = counted(sum(row.error is not None for row in rows), "error row")
     generated = sum(row.num_generated_tokens for row in rows)
     prompts = sum(row.sample_index == 0 for row in rows)
     samples = "" if prompts == len(rows) else f" as {len(rows):,} samples"
     print_result(
-        f"{prompts} rows{samples} of {report.rows.input:,}, {errors} errors, {generated:,} tokens out; "
-        f"{len(shown)} shown"
+        f"{prompts} rows{samples} of {report.rows.input:,}, {errors}, {generated:,} tokens out; {len(shown)} shown"
     )
     print_result(f"  All rows     {output}/{SAMPLES}/{run_id}")
     print_result("  The same command without --sample computes the rest and reuses these.")

@@ -103,7 +103,7 @@ def drawing(seen: RunFollower, target: str, rates: ActorRates, height: int) -> G
     head.append(f"  {phase}{duration(round(status.elapsed_s))}", style="not bold")
     bar = Table.grid(padding=(0, 2))
     share = status.rows_done / max(1, status.rows_total)
-    errors = f" ({status.error_rows:,} errors)" if status.error_rows else ""
+    errors = f" ({counted(status.error_rows, 'error row')})" if status.error_rows else ""
     left = "" if status.eta_s is None else f"{duration(round(status.eta_s))} left"
     bar.add_row(ProgressBar(max(1, status.rows_total), status.rows_done, width=BAR_WIDTH), percent(share), left)
     tokens = f"{status.input_tokens:,} tokens in, {status.generated_tokens:,} out"

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.prices import Prices
+
 BYTES_PER_TOKEN = 2  # fewer than of most texts, so that the estimate is rather too high
 MESSAGE_TOKENS = 16  # of a chat template, for each message
 IMAGE_TOKENS = 1500
@@ -107,17 +109,15 @@ class Bill:
 
 
 class Meter:
-    """Tokens of all requests of one process, and what they cost. prices: of 1M tokens, by `input`, `cached_input` and
-    `output`; missing ones are 0. has_budget: nothing fits before the first grant."""
+    """Tokens of all requests of one process, and what they cost. has_budget: nothing fits before the first grant."""
 
-    def __init__(self, prices: Mapping[str, float], has_budget: bool) -> None:
-        self._input, self._output = prices.get("input", 0.0), prices.get("output", 0.0)
-        self._cached_input = prices.get("cached_input", self._input)
+    def __init__(self, prices: Prices, has_budget: bool) -> None:
+        self._prices = prices
         self._has_budget = has_budget
         self._granted_usd: float | None = None
         self._scale = 1.0  # highest ratio of a prompt's tokens to their estimate
         self.num_open = 0
-        self.counts = dict.fromkeys(
+        self.counts: dict[str, int] = dict.fromkeys(
             ("prompt_tokens", "cached_tokens", "generated_tokens", "num_unmetered", "unmetered_prompt_tokens",
              "unmetered_generated_tokens", "open_prompt_tokens", "open_generated_tokens"), 0)  # fmt: skip
 
@@ -147,21 +147,13 @@ class Meter:
         if not self._has_budget:
             return True
         # A sum of floats may differ from the grant's by rounding.
-        return self._granted_usd is not None and self._held_usd() + self.usd(reserved) <= self._granted_usd + NANO_USD
+        if self._granted_usd is None:
+            return False
+        return self._prices.committed_usd(self.counts) + self.usd(reserved) <= self._granted_usd + NANO_USD
 
     def usd(self, reserved: Reservation) -> float:
         """Return what the request costs at most."""
-        return self._usd(reserved.prompt_tokens, 0, reserved.generated_tokens)
-
-    def _held_usd(self) -> float:
-        """Return what answered requests have cost and open ones may cost."""
-        count = self.counts
-        prompt = count["prompt_tokens"] + count["unmetered_prompt_tokens"] + count["open_prompt_tokens"]
-        generated = count["generated_tokens"] + count["unmetered_generated_tokens"] + count["open_generated_tokens"]
-        return self._usd(prompt, count["cached_tokens"], generated)
-
-    def _usd(self, prompt: int, cached: int, generated: int) -> float:
-        return ((prompt - cached) * self._input + cached * self._cached_input + generated * self._output) / 1e6
+        return self._prices.prompt_usd(reserved.prompt_tokens) + self._prices.generated_usd(reserved.generated_tokens)
 
     def _open(self, reserved: Reservation, sign: int) -> None:
         self.num_open += sign

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit, urlunsplit
 
 from pipeline.engine.sampling_params import SamplingParams
+from pipeline.prices import Prices
 from pipeline.stores.redaction import MIN_SECRET
 
 Route = Literal["chat", "completion", "embedding"]
@@ -24,8 +25,7 @@ class EndpointConfig:
     serve_secrets: values of variables in `serve`. allow_control_tokens: send texts in which the server would parse
     control tokens. params, dimensions: options of the first request, so that a server without them fails at once.
     expected_model, expected_version: those of the run that this one continues; None: a new output. accept_models: other
-    names of the model that answers may have. prices: of 1M tokens in USD, by `input`, `cached_input` and `output`;
-    empty: unknown. has_budget: rows are sent only within the engine's grants, at these prices.
+    names of the model that answers may have. has_budget: rows are sent only within the engine's grants, at `prices`.
     """
 
     urls: tuple[str, ...] = ()
@@ -49,7 +49,7 @@ class EndpointConfig:
     expected_model: str | None = None
     expected_version: str = ""
     accept_models: tuple[str, ...] = ()
-    prices: Mapping[str, float] = field(default_factory=dict)
+    prices: Prices = field(default_factory=Prices)
     has_budget: bool = False
 
     @property

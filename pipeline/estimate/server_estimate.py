@@ -107,7 +107,7 @@ def _estimate(plan: JobPlan, runs: Sequence[RunRecord], rows: int, runs_before: 
         lengths_from=f"{answers:,} rows of {counted(len(runs), 'earlier run')} of this job",
         actors=actors,
         job=plan.fingerprint.undated,
-        usd_per_million=cost.token_prices,
+        usd_per_million=dict(cost.prices.usd_per_million),
     )
 
 

@@ -17,7 +17,7 @@ cached prompts do not lower it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.report.faults import LostTime
+from pipeline.report.faults import LostWork
 from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import PHASES, RunRecord, split_exactly
 
@@ -27,7 +27,7 @@ class Tokens:
     """Tokens of completed rows. `cached` of the `input` tokens came from shared KV blocks; the others were computed.
 
     `error_input` counts the prompt tokens of error rows, which are never delivered. Tokens computed for rows that
-    failed in an engine are lost work (`row_failed` in `faults.py`).
+    failed in an engine are lost work (`faults.py`).
     """
 
     input: int
@@ -58,13 +58,12 @@ class Cost:
     unmetered_usd: float = 0.0  # the most that requests of unknown usage cost, not part of the total
 
 
-def accounted(runs: Sequence[RunRecord], lost: Sequence[LostTime]) -> list[dict[str, int]]:
-    """Return the machine time of each run by phase, in whole microseconds with the exact sum. lost: lost time per
-    run."""
+def accounted(runs: Sequence[RunRecord], lost: Sequence[LostWork]) -> list[dict[str, int]]:
+    """Return the machine time of each run by phase, in whole microseconds with the exact sum. lost: by run."""
     accounts = []
-    for run, lost_time in zip(runs, lost, strict=True):
+    for run, lost_work in zip(runs, lost, strict=True):
         phases = {phase: run.phase_us(phase) for phase in PHASES}
-        for phase, us in (("prefill", lost_time.prefill_us), ("decode", lost_time.decode_us)):
+        for phase, us in (("prefill", lost_work.prefill_us), ("decode", lost_work.decode_us)):
             moved = min(us, phases[phase])
             phases[phase] -= moved
             phases["wasted"] += moved
@@ -80,13 +79,13 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
     A single run without a price makes the whole job unpriced, since the cost of its machine time is unknown.
     """
     # A run without actors used no machine time and needs no price.
-    unpriced = sum(not run.is_priced and run.machine_us > 0 for run in runs)
-    if unpriced or not any(run.is_priced for run in runs):
+    unpriced = sum(not run.prices.are_declared and run.machine_us > 0 for run in runs)
+    if unpriced or not any(run.prices.are_declared for run in runs):
         return Cost(None, None, None, None, None, None, None, None, unpriced_runs=unpriced)
     usd: dict[str, float] = dict.fromkeys(PHASES, 0.0)
     for run, account in zip(runs, accounts, strict=True):
         for phase in PHASES:
-            usd[phase] += run.usd(account[phase])
+            usd[phase] += run.prices.machine_usd(account[phase])
         prompt_usd, generated_usd = run.token_usd()
         usd["prefill"] += prompt_usd
         usd["decode"] += generated_usd
@@ -105,7 +104,7 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
         per_1m_with_cached_usd=_each(prompt, tokens.input, 1_000_000),
         unpriced_runs=0,
         phases_usd=usd,
-        unmetered_usd=sum(run.unmetered_usd() for run in runs),
+        unmetered_usd=sum(run.prices.unmetered_usd(run.unmetered) for run in runs),
     )
 
 

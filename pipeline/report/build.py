@@ -11,12 +11,11 @@ from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import RowError
 from pipeline.report.account import Tokens, accounted, allocate, shares_us
 from pipeline.report.estimate import Estimate, compare
-from pipeline.report.faults import FaultCost, fault_costs, unrecorded_tokens
+from pipeline.report.faults import FaultCost, LostWork, fault_costs, lost_work, unrecorded_tokens
 from pipeline.report.features import QualityReport, Speculation, TokensCost
 from pipeline.report.record.row_stats import Computed, RowStats
-from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, summed
+from pipeline.report.record.run_record import PHASES, RunRecord, summed
 from pipeline.report.run_report import ErrorCost, LengthCost, Percentiles, Rows, RunReport, Work
-from pipeline.report.savings import find_savings
 
 MAX_REASONS = 10  # reasons of engine restarts in the report
 
@@ -36,17 +35,18 @@ def build_report(
     tokens = Tokens(
         totals.num_input_tokens, totals.num_cached_tokens, totals.num_generated_tokens, totals.num_error_input_tokens
     )
-    faults, lost = fault_costs(runs, tokens.generated)
-    accounts = accounted(runs, lost)
+    lost = lost_work(runs, tokens.generated)
+    accounts = accounted(runs, [sum(of_run, LostWork()) for of_run in lost])
     phases_us = {phase: sum(account[phase] for account in accounts) for phase in PHASES}
     cost = allocate(runs, accounts, tokens, rows.written)
-    if cost.total_usd is None:
-        faults = [replace(fault, usd=None, work_usd=None) for fault in faults]
     speculation = Speculation.from_runs(runs)
     usd_per_us = None if cost.total_usd is None else cost.total_usd / max(1, machine_us)
 
     def usd_of(us: int) -> float | None:
         return None if usd_per_us is None else us * usd_per_us
+
+    faults = [replace(fault, usd=usd_of(fault.machine_us)) for fault in fault_costs(runs, lost)]
+    all_lost = sum((each for of_run in lost for each in of_run), LostWork())
 
     def cost_of_tokens(rows: int, generated: int) -> TokensCost | None:
         return TokensCost.charge(
@@ -69,7 +69,7 @@ def build_report(
         outcome=runs[-1].outcome if runs else "running",
         rows=rows,
         tokens=tokens,
-        work=_work(runs, tokens, faults, speculation),
+        work=_work(runs, tokens, all_lost, usd_of(all_lost.us), speculation),
         cost=cost,
         machine_us=machine_us,
         wall_us=sum(run.wall_us for run in runs),
@@ -86,13 +86,6 @@ def build_report(
         faults=faults,
         error_costs=_error_costs(runs, errors, stats, faults, usd_of),
         energy_uj=sum(run.stat("energy_uj") for run in runs) or None,
-        savings=find_savings(
-            runs,
-            outputs=stats.outputs.values(),
-            phases_us=phases_us,
-            speculation=speculation,
-            usd_per_us=usd_per_us,
-        ),
         speculation=speculation,
         estimate=compare(estimate, runs, accounts) if estimate is not None else None,
         loops=cost_of_tokens(stats.looped.rows, stats.looped.generated_tokens),
@@ -124,12 +117,14 @@ def _error_costs(
 
 
 def _work(
-    runs: Sequence[RunRecord], tokens: Tokens, faults: Sequence[FaultCost], speculation: Speculation | None
+    runs: Sequence[RunRecord],
+    tokens: Tokens,
+    lost: LostWork,
+    lost_usd: float | None,
+    speculation: Speculation | None,
 ) -> Work:
     actors = [actor for run in runs for actor in run.actors]
     unrecorded = unrecorded_tokens(runs, tokens.generated)
-    lost = [fault for fault in faults if fault.kind != "preempted"]
-    prices = [fault.work_usd for fault in lost if fault.work_usd is not None]
     reasons = Counter(reason for actor in actors for reason in actor.restart_reasons)
 
     def stat(name: str) -> int:
@@ -138,23 +133,19 @@ def _work(
     steps = stat("num_steps")
     return Work(
         computed_generated_tokens=stat("generated_tokens"),
-        wasted_generated_tokens=sum(fault.tokens.generated for fault in lost),
-        wasted_prompt_tokens=sum(fault.tokens.prompt for fault in lost),
+        wasted_generated_tokens=lost.tokens.generated,
+        wasted_prompt_tokens=lost.tokens.prompt,
         wasted_is_lower_bound=unrecorded > 0 or any(run.outcome in ("killed", "running") for run in runs),
-        wasted_us=sum(fault.work_us for fault in lost),
-        wasted_usd=sum(prices) if prices else None,
+        wasted_us=lost.us,
+        wasted_usd=lost_usd if lost.us else None,
         unrecorded_tokens=unrecorded,
         recomputed_tokens=stat("recomputed_tokens"),
         rejected_draft_tokens=speculation.rejected_tokens if speculation is not None else 0,
         preemptions=stat("num_preemptions"),
         duplicate_units=sum(run.duplicate_units for run in runs),
-        units_already_written=sum(run.units_already_written for run in runs),
-        units_restarted=sum(a.units_in_progress for run in runs for a in run.actors if _has_ended(run, a, runs)),
         resumed_rows=sum(actor.resumed_rows for actor in actors),
-        poison_rows=sum(actor.poison_rows for actor in actors),
         engine_restarts=sum(actor.restarts for actor in actors),
         restart_reasons=dict(reasons.most_common(MAX_REASONS)),
-        actors_replaced=sum(actor.replaces is not None for actor in actors),
         nodes_lost=sum(len({a.node_id for a in run.actors if a.node_lost}) for run in runs),
         storage_retries=summed([run.storage_retries for run in runs] + [a.storage_retries for a in actors]),
         telemetry_failures=sum(run.telemetry_failures for run in runs),
@@ -167,9 +158,3 @@ def _work(
         grammar_mask_us=stat("mask_us"),
         grammar_forced_tokens=stat("forced_tokens"),
     )
-
-
-def _has_ended(run: RunRecord, actor: ActorRecord, runs: Sequence[RunRecord]) -> bool:
-    """Return whether the actor has ended."""
-    replaced = {a.replaces for a in run.actors}
-    return run is not runs[-1] or run.outcome != "running" or actor.node_lost or actor.actor in replaced

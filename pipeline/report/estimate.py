@@ -4,8 +4,9 @@ Times are in whole microseconds, money in US dollars.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
+from pipeline.prices import Prices
 from pipeline.report.record.json_record import JsonRecord
 from pipeline.report.record.run_record import PHASES, RunRecord
 
@@ -51,14 +52,17 @@ class Estimate(JsonRecord):
     @property
     def usd(self) -> Interval | None:
         """Price of the machine time and of a server's tokens; None without a declared price."""
-        if self.hourly_usd is None and not self.usd_per_million:
+        prices = Prices(self.hourly_usd, self.usd_per_million)
+        if not prices.are_declared:
             return None
-        usd, prices = self.machine_us.times((self.hourly_usd or 0.0) / 3.6e9), self.usd_per_million
-        if prices:
-            cached = self.cached_tokens * prices["cached_input"] / 1e6
-            usd += self.prompt_tokens.times(prices["input"] / 1e6) + Interval(cached, cached, cached)
-            usd += self.generated_tokens.times(prices["output"] / 1e6)
-        return usd
+        bounds = zip(astuple(self.machine_us), astuple(self.prompt_tokens), astuple(self.generated_tokens))
+        cached = self.cached_tokens
+        return Interval(
+            *(
+                prices.machine_usd(us) + prices.prompt_usd(computed + cached, cached) + prices.generated_usd(generated)
+                for us, computed, generated in bounds
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,6 @@ def compare(
         Compared.from_values("wall_us", estimate.wall_us.expected, sum(run.wall_us for run in since)),
     ]
     if estimate.usd is not None:
-        actual = sum(run.usd(run.machine_us) + sum(run.token_usd()) for run in since)
+        actual = sum(run.usd for run in since)
         lines.append(Compared.from_values("usd", estimate.usd.expected, actual))
     return EstimateAndActual(estimate, tuple(lines))

@@ -15,7 +15,6 @@ from pipeline.report.record.data_warnings import DataWarning
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.record.row_stats import Computed, ErrorExample, Histogram, LengthBucket
 from pipeline.report.record.run_record import RunRecord, per_second
-from pipeline.report.savings import Saving
 
 PERCENTS = (50, 95, 99)
 
@@ -62,13 +61,9 @@ class Work:
     rejected_draft_tokens: int
     preemptions: int
     duplicate_units: int
-    units_already_written: int  # assigned, but their part existed before any work was done
-    units_restarted: int  # in progress at the last report of a run or an actor that ended
     resumed_rows: int  # finished by a stopped run, delivered by a later one
-    poison_rows: int  # rows that crashed the engine process and became error rows
     engine_restarts: int
     restart_reasons: Mapping[str, int]  # most common reasons why engine processes ended
-    actors_replaced: int
     nodes_lost: int  # left the cluster while the job ran on them
     storage_retries: Mapping[str, int]
     telemetry_failures: int  # writes of status, record and report that failed
@@ -146,7 +141,6 @@ class RunReport(JsonRecord):
     speculation: Speculation | None = None
     estimate: EstimateAndActual | None = None
     error_costs: Mapping[str, ErrorCost] = field(default_factory=dict)
-    savings: tuple[Saving, ...] = ()
     energy_uj: int | None = None
     loops: TokensCost | None = None
     reasoning: TokensCost | None = None

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline.formatting import duration, money, percent
+from pipeline.formatting import counted, duration, money, percent
+from pipeline.report.faults import FAULTS
 from pipeline.report.record.row_stats import HISTOGRAM_ERROR
 from pipeline.report.record.run_record import PHASE_MEANING, per_second, summed
 from pipeline.report.run_report import RunReport
@@ -89,12 +90,6 @@ def _sections(report: RunReport) -> Iterator[Section]:
     )
     yield _lengths(report)
     yield _speculation(report)
-    yield Section(
-        title="Savings",
-        columns=("feature", "machine time", "USD", "compared with"),
-        sides="<>><",
-        rows=[(s.title, _time(s.saved_us), money(s.usd), f"{s.against} ({s.basis})") for s in report.savings],
-    )
     yield Section(
         title="Error rows",
         columns=("code", "rows", "tokens computed", "time", "USD"),
@@ -280,13 +275,11 @@ def _speculation(report: RunReport) -> Section:
 def _faults(report: RunReport) -> Iterator[Section]:
     rows = []
     for fault in report.faults:
-        count = f"{fault.count:,}" if fault.count else ""
-        least = "≥ " if fault.is_lower_bound else ""
-        cost = (f"{least}{fault.tokens.all:,}", _time(fault.machine_us), money(fault.usd))
-        rows.append((fault.title, count, *(cost if fault.machine_us or fault.tokens.all else ("", "", ""))))
-    notes = [f"{fault.title}: {node}" for fault in report.faults for node in fault.nodes]
-    if any(fault.is_lower_bound for fault in report.faults):
-        notes.append("≥: lower bound, since a killed run did not record its last seconds.")
+        cost = (f"{fault.tokens.all:,}", _time(fault.machine_us), money(fault.usd))
+        rows.append((FAULTS[fault.kind], f"{fault.count:,}", *(cost if fault.machine_us else ("", "", ""))))
+    notes = [f"{FAULTS[fault.kind]}: {node}" for fault in report.faults for node in fault.nodes]
+    if retries := report.work.storage_retries:
+        notes.append(f"Retried requests: {', '.join(f'{kind} {retries[kind]:,}' for kind in sorted(retries))}.")
     yield Section(
         title="Faults, estimated", columns=("fault", "times", "tokens lost", "time", "USD"), rows=rows, notes=notes
     )
@@ -302,7 +295,7 @@ def _faults(report: RunReport) -> Iterator[Section]:
 def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
     """Yield (label, text); the text is empty if it does not apply."""
     rows, tokens, work = report.rows, report.tokens, report.work
-    written = f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {rows.errors:,} errors"
+    written = f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {counted(rows.errors, 'error row')}"
     samples = f"; {rows.output:,} in the output, one for each sample" if rows.extra_samples else ""
     yield "Rows", written + samples
     yield "Errors", ", ".join(f"{code} {n:,}" for code, n in rows.errors_by_code.items())
@@ -368,7 +361,7 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
         least = "at least " if work.wasted_is_lower_bound else ""
         lost = f"{work.wasted_generated_tokens:,} generated and {work.wasted_prompt_tokens:,} prompt tokens"
         yield "Lost work", f"{least}{lost}: about {_time(work.wasted_us)}{_priced(work.wasted_usd)}"
-    yield "Faults", _fault_counts(report)
+    yield "Events", _events(report)
     if work.engine_restarts:
         yield "Logs", "_pipeline/logs holds the output of the engine processes and how they exited"
     yield "Fingerprint", report.fingerprint[:8]
@@ -417,24 +410,14 @@ def _pool(report: RunReport) -> str:
     return f"{len(actors)} engines: {joined} joined after the start, {released} released before the end"
 
 
-def _fault_counts(report: RunReport) -> str:
+def _events(report: RunReport) -> str:
     work = report.work
     counts = {
-        "engine restarts": work.engine_restarts,
-        "rows that crashed an engine": work.poison_rows,
-        "machines lost": work.nodes_lost,
-        "actors replaced": work.actors_replaced,
         "preemptions": work.preemptions,
         "tokens recomputed after preemptions": work.recomputed_tokens,
         "steps that ran out of memory": work.out_of_memory_steps,
-        "units restarted": work.units_restarted,
         "units computed twice": work.duplicate_units,
-        "units already written": work.units_already_written,
         "rows resumed from a stopped run": work.resumed_rows,
         "failed writes of status, record or report": work.telemetry_failures,
     }
-    found = [f"{label} {count:,}" for label, count in counts.items() if count]
-    if work.storage_retries:
-        kinds = ", ".join(f"{kind} {count:,}" for kind, count in sorted(work.storage_retries.items()))
-        found.append(f"retried requests to a store {sum(work.storage_retries.values()):,} ({kinds})")
-    return ", ".join(found)
+    return ", ".join(f"{label} {count:,}" for label, count in counts.items() if count)

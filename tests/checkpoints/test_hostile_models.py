@@ -276,9 +276,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "message"), HOSTILE)
-def test_huge_negative_and_invalid_values_are_refused_by_name(
-    folder: Path, values: dict, message: str
-) -> None:
+def test_huge_negative_and_invalid_values_are_refused_by_name(folder: Path, values: dict, message: str) -> None:
     edit_config(folder, **values)
     with pytest.raises(ModelError, match=r"config\.json: ") as caught:
         read_config(folder)

@@ -1,6 +1,7 @@
 """A small valid job in a working directory, and output folders as runs leave them."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +62,14 @@ def job_that(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("pipeline.job.running.run.run_job", function)
 
     return put
+
+
+def golden(name: str, text: str) -> None:
+    """Compare a command's text with the file `tests/cli/golden/<name>`; GOLDEN=write writes the file."""
+    file = Path(__file__).parent / "golden" / name
+    if os.environ.get("GOLDEN") == "write":
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8"), f"if {file.name} should change, run the test with GOLDEN=write"
 
 
 def finished_run(**changes) -> RunRecord:

@@ -58,7 +58,7 @@ def test_run_prints_the_report(work, pipe, job_that):
     arguments = ("--limit", "2", "--set", "run.actors=2", "--accept-numerics", "--retry-failed")
     code, out, err = pipe("run", "job.yaml", *arguments)
     assert code == 0
-    assert "3 of 3: 3 completed, 0 errors" in out
+    assert "3 of 3: 3 completed, 0 error rows" in out
     assert "_pipeline/report.md" in out
     assert "generating: 33.3%, 1/3 rows" in err
     config = seen.pop("config")
@@ -198,13 +198,13 @@ def test_a_job_with_input_and_output_in_a_store(work, pipe, aws, monkeypatch):
         for command, expected in [
             (["validate"], "s3://bucket/in: 1 file, 3 rows"),
             (["validate", "--set", f"model.path={bucket.url('model')}"], "s3://bucket/model"),
-            (["run"], "3 of 3: 2 completed, 1 errors"),
+            (["run"], "3 of 3: 2 completed, 1 error row"),
             (["validate"], "s3://bucket/out: 3 rows exist"),
             (["status"], "job.yaml: finished"),
-            (["report"], "3 of 3: 2 completed, 1 errors"),
+            (["report"], "3 of 3: 2 completed, 1 error row"),
             (["compact", "--output", "merged", "--order", "input"], "1 part, 3 rows (1 error row) in 1 file"),
             (["compact", "--output", bucket.url("merged")], "1 part, 3 rows (1 error row) in 1 file"),
-            (["run"], "3 of 3: 2 completed, 1 errors"),
+            (["run"], "3 of 3: 2 completed, 1 error row"),
         ]:
             code, out, err = pipe(command[0], "job.yaml", *command[1:])
             assert code == 0, err

@@ -27,15 +27,15 @@ def test_plain_progress_prints_changes_every_few_seconds_and_rarely_without_prog
         "planning", "loading", "loading (30 s)", "running", "running: 5%", "running: 10%",
         "finished: 100%", "finished: 100%",
     ]  # fmt: skip
-    assert "(1 errors)" in lines[-1], "the last state is always printed"
+    assert "(1 error row)" in lines[-1], "the last state is always printed"
 
 
 def test_a_status_in_one_line():
     status = Status(phase="running", rows_total=2000, rows_done=1000, error_rows=3, input_tokens_per_s=1234.5,
                     generated_tokens_per_s=99, eta_s=300)  # fmt: skip
-    assert status_line(status) == ("running: 50%, 1,000/2,000 rows (3 errors), 1,234 tok/s in, 99 out, 5 min left")
+    assert status_line(status) == ("running: 50%, 1,000/2,000 rows (3 error rows), 1,234 tok/s in, 99 out, 5 min left")
     ended = replace(status, outcome="interrupted", phase="interrupted")
-    assert status_line(ended) == "interrupted: 50%, 1,000/2,000 rows (3 errors)"
+    assert status_line(ended) == "interrupted: 50%, 1,000/2,000 rows (3 error rows)"
 
 
 def test_a_live_bar_is_drawn_on_a_terminal(monkeypatch):

@@ -12,6 +12,7 @@ from pipeline.endpoint.meter import IMAGE_TOKENS, MESSAGE_TOKENS, Meter, Reserva
 from pipeline.engine.completion import Completion
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import EngineUnusable
+from pipeline.prices import Prices
 from tests.endpoint.fake_server import FakeServer
 from tests.endpoint.test_engine import opened, request, short_waits, steps
 
@@ -165,7 +166,7 @@ def request_costs(meter: Meter, **body: Any) -> tuple[int, int]:
 
 
 def test_reservations_follow_the_request_as_it_is_sent():
-    meter = Meter(PRICES, True)
+    meter = Meter(Prices(usd_per_million=PRICES), True)
     assert request_costs(meter, prompt=[1, 2, 3], max_tokens=5) == (3, 5)
     assert request_costs(meter, prompt="é" * 10, max_tokens=5, n=3) == (10, 15)
     assert request_costs(meter, prompt="a" * 20, max_completion_tokens=50, max_tokens=5) == (10, 50)
@@ -182,7 +183,7 @@ def test_reservations_follow_the_request_as_it_is_sent():
 
 
 def test_estimates_follow_the_highest_ratio_of_answers():
-    meter = Meter(PRICES, True)
+    meter = Meter(Prices(usd_per_million=PRICES), True)
     for tokens, expected in (5, 100), (30, 300), (20, 300):
         meter.open(meter.reserve({"prompt": "a" * 20}, 16)).pay(Usage(tokens, 0, 1))
         assert meter.reserve({"prompt": "a" * 200}, 16).prompt_tokens == expected
@@ -190,7 +191,7 @@ def test_estimates_follow_the_highest_ratio_of_answers():
 
 
 def test_a_bill_is_settled_once_and_unknown_ones_are_logged_a_few_times(capsys: pytest.CaptureFixture[str]):
-    meter = Meter(PRICES, True)
+    meter = Meter(Prices(usd_per_million=PRICES), True)
     bill = meter.open(Reservation(10, 20))
     bill.pay(Usage(1, 0, 2))
     bill.lose("late")
@@ -223,7 +224,7 @@ def test_grants_are_never_exceeded(
     sampling, num_raises = SamplingParams(**{"max_tokens": 8, **params}), 0
     with (
         FakeServer(slots=16, metrics=metrics, **behaviour) as server,
-        opened(server, route="chat", prices=PRICES, has_budget=True, **config) as engine,
+        opened(server, route="chat", prices=Prices(usd_per_million=PRICES), has_budget=True, **config) as engine,
     ):
         num_probes = len(server.requests)
         for index in range(300):
@@ -265,6 +266,6 @@ def spent_usd(counted: dict[str, int]) -> float:
 
 
 def test_without_a_budget_nothing_waits_for_a_grant():
-    with FakeServer() as server, opened(server, route="chat", prices=PRICES) as engine:
+    with FakeServer() as server, opened(server, route="chat", prices=Prices(usd_per_million=PRICES)) as engine:
         assert len(run(engine)) == 40
         assert engine.needed_usd == 0.0

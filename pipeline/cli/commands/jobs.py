@@ -52,7 +52,7 @@ def _host_and_port(ctx: click.Context, param: click.Parameter, value: str | None
               help="Exit with this code if cost.budget_usd or run.max_runtime ends the run; 0 for schedulers that "
               "would restart a failed job.")  # fmt: skip
 @click.option("--metrics", metavar="HOST:PORT", callback=_host_and_port,
-              help="Serve Prometheus /metrics and /healthz during the run.")  # fmt: skip
+              help="Serve Prometheus /metrics during the run.")  # fmt: skip
 @click.option("--sample", type=click.IntRange(min=1), metavar="N",
               help="Compute N rows of all lengths and show them; the full run reuses them.")  # fmt: skip
 @logging_options

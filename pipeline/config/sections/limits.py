@@ -5,6 +5,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from pipeline.config.values import Column, ConfigSection, ModelPath
+from pipeline.prices import Prices
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _Share = Annotated[float, Field(ge=0, le=1)]
@@ -50,13 +51,9 @@ class CostSection(ConfigSection):
         return self
 
     @property
-    def token_prices(self) -> dict[str, float]:
-        """Prices for `token_usd` of a run's record; empty if tokens have no price."""
-        prices = self.usd_per_million
-        if prices is None:
-            return {}
-        cached = prices.input if prices.cached_input is None else prices.cached_input
-        return {"input": prices.input, "cached_input": cached, "output": prices.output}
+    def prices(self) -> Prices:
+        tokens = self.usd_per_million
+        return Prices(self.hourly_usd, {} if tokens is None else tokens.model_dump(exclude_none=True))
 
 
 class QualitySection(ConfigSection):

@@ -5,11 +5,7 @@ from typing import Annotated
 from pydantic import Field
 
 from pipeline.config.values import HIDDEN, IDENTITY, Actors, ConfigSection, Duration, PathOrUrl
-
-# `run.stall_timeout` limits one step of an engine. Loading takes many minutes, and during a stall an engine may be
-# restarted several times.
-LOAD_TIMEOUTS = 12
-PROGRESS_TIMEOUTS = 6
+from pipeline.machine.liveness import LOAD_TIMEOUTS, PROGRESS_TIMEOUTS
 
 
 class RunSection(ConfigSection):

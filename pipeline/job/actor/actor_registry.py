@@ -10,10 +10,9 @@ from enum import IntEnum
 
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.machine.host import now_us
+from pipeline.machine.liveness import RELEASED_S, REPORT_S
 from pipeline.report.record.run_record import ActorRecord, no_phases
 
-REPORT_S = 1.0  # interval of an actor's reports
-SILENT_S = 5.0  # an elastic pool has released an actor without open units that is silent for longer
 MAX_REPLACED = 3  # replacements per actor of the pool; Ray by itself would replace lost actors forever
 
 
@@ -162,7 +161,7 @@ class ActorRegistry:
             until = entry.heard_us if is_lost or entry.replaced else now
             phases = {**no_phases(), "startup": max(0, until - entry.started_us)}
             state = ActorState(ActorRecord(number, phases))
-        is_silent = now - entry.heard_us > SILENT_S * 1e6
+        is_silent = now - entry.heard_us > RELEASED_S * 1e6
         released = self._is_elastic and is_silent and not (is_lost or entry.replaced or state.record.units_in_progress)
         rest = max(0, now - entry.started_us - state.record.machine_us)
         if not end or is_lost or released or entry.replaced or entry.left:

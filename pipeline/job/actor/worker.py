@@ -46,7 +46,7 @@ class Worker:
         storage = storage_for(spec.output, config.storage_options)
         store = self._store = PartStore(spec.output, storage, self._retries)
         launch, make_reader = spec.backend.open(spec, self._retries)
-        logs = self._logs = LogFolder(store, spec.run_id)
+        logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)
         self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
         self._read = make_reader()
@@ -157,13 +157,12 @@ class Worker:
 
     def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
         """Count the work for a unit: `kept` comes from an earlier run, `generated` from this actor."""
-        if not summary.written:
-            return self._add(duplicate_tokens=computed(generated))
-        self._add(
-            delivered_tokens=computed(generated),
-            resumed_rows=len(kept),
-            resumed_generated_tokens=computed(kept).generated,
-        )
+        if summary.written:
+            self._add(
+                delivered_tokens=computed(generated),
+                resumed_rows=len(kept),
+                resumed_generated_tokens=computed(kept).generated,
+            )
 
     def drain(self) -> None:
         """Begin no more rows; `process` returns when those that run have finished."""
@@ -191,7 +190,6 @@ class Worker:
                 crashed_tokens=deaths.lost,
                 crashed_us=deaths.crashed_us,
                 tail_us=self._supervisor.tail_us(),
-                poison_rows=deaths.poison_rows,
                 storage_retries=self._retries.counted(),
             )
             return ActorState(
@@ -211,4 +209,3 @@ class Worker:
     def close(self) -> None:
         self._supervisor.close()
         self._log.close()
-        self._logs.close()

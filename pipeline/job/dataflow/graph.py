@@ -40,7 +40,7 @@ from pipeline.data.files.source_file import SourceFile
 from pipeline.data.source import narrowed
 from pipeline.data.units import Unit
 from pipeline.errors import EnvironmentFailed, PipelineError
-from pipeline.job.actor.actor_registry import REPORT_S, ActorRegistry, Order, Placement
+from pipeline.job.actor.actor_registry import ActorRegistry, Order, Placement
 from pipeline.job.actor.work_spec import WorkSpec
 from pipeline.job.actor.worker import Worker
 from pipeline.job.dataflow.block_stats import forget_blocks
@@ -57,6 +57,7 @@ from pipeline.job.dataflow.spec import (
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.machine.host import available_cores, now_us, process_age_us
+from pipeline.machine.liveness import REPORT_S
 from pipeline.stores import failpoints
 
 BUFFER_BYTES = 256 * 2**20  # minimum buffer of units between reading and computing

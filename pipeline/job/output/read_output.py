@@ -21,15 +21,13 @@ from pipeline.formatting import duration
 from pipeline.job.planning.fingerprint import JOB, read_job, undated_digest
 from pipeline.job.telemetry.run_log import REPORT_JSON, STATUS, load_estimate, load_runs, silent_s
 from pipeline.job.telemetry.status import Status
+from pipeline.machine.liveness import LAST_STATUS_S, STATUS_SILENT_S
 from pipeline.report.build import build_report
 from pipeline.report.by_column import COUNTED, ByColumn, by_column
 from pipeline.report.record.json_record import SCHEMA_VERSION
 from pipeline.report.record.run_record import RunRecord
 from pipeline.report.run_report import RunReport
 from pipeline.stores.filesystem import is_url, storage_for
-
-SILENT_S = 120.0  # a running job writes its status every few seconds
-ENDED_S = 20.0  # longest time between a run's last record and its last status
 
 
 def open_output(target: str, vars: Iterable[str] = ()) -> PartStore:
@@ -77,12 +75,12 @@ def staleness(store: PartStore, now: Status, run: RunRecord | None) -> str | Non
         pid = run.versions.get("pid", "unknown")
         return f"Its process, {pid} on this machine, is no longer running. `pipeline run` resumes it."
     silent_for_s = silent_s(now)
-    if run is not None and run.outcome != "running" and silent_for_s >= ENDED_S:
+    if run is not None and run.outcome != "running" and silent_for_s >= LAST_STATUS_S:
         return (
             f"The run's record is {run.outcome}; its last status could not be written, as on a full disk. "
             "`pipeline run` resumes it."
         )
-    if silent_for_s < SILENT_S:
+    if silent_for_s < STATUS_SILENT_S:
         return None
     host = run.versions.get("host", "unknown") if run is not None else "unknown"
     return (

@@ -24,7 +24,7 @@ _EXIT_CODES = {
 
 
 class RunFollower:
-    """Last observed `status`, `run` (its record) and `doubt` (why the status is stale)."""
+    """Last observed `status`, `run` (its record) and `staleness` (why the status is stale)."""
 
     def __init__(self, store: PartStore, run_id: str | None = None) -> None:
         """`run_id`: the run to follow; by default the last one. Reads the output at once."""

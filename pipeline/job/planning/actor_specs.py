@@ -38,8 +38,9 @@ def flow_spec(
     cpus = run.cpus_per_actor or _cpus(max_size, address, gpus)
     engine = job.work_config(max(1, int(cpus)))
     if isinstance(engine, EndpointConfig):
-        prices = config.cost.token_prices
-        engine = replace(engine, prices=prices, has_budget=bool(prices) and config.cost.budget_usd is not None)
+        prices = config.cost.prices
+        has_budget = bool(prices.usd_per_million) and config.cost.budget_usd is not None
+        engine = replace(engine, prices=prices, has_budget=has_budget)
     work = WorkSpec(
         job=job,
         backend=backend,

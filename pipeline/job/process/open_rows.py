@@ -51,7 +51,6 @@ class OpenRows:
         self._groups: list[list[int]] = []  # groups of suspects to test; the last one is being tested
         self._next_key = 0
         self._num_consecutive = 0  # poison rows without a completion between them
-        self.num_poison_rows = 0
 
     @property
     def any_inside(self) -> bool:
@@ -148,7 +147,6 @@ class OpenRows:
                 f"{self._num_consecutive} rows in a row ended the engine's process ({ended}). "
                 f"The engine or its device is at fault, not the rows.{self._see_log}"
             )
-        self.num_poison_rows += 1
         self._note("a row ended the process each time, even alone: it becomes an error row")
         code, length = RowError.ENGINE_FAILURE.value, len(row.request.prompt_token_ids)
         message = "the engine's process ended each time it computed this row, even when alone"

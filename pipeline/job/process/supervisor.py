@@ -36,7 +36,7 @@ from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.logs import Level, RotatedLog
 from pipeline.machine.host import now_us
 from pipeline.report.record.row_stats import Computed
-from pipeline.report.record.run_record import committed_usd, summed, with_open_as_unmetered
+from pipeline.report.record.run_record import summed, with_open_as_unmetered
 
 MAX_START_DEATHS = 3  # consecutive, without a reported reason
 MAX_REASONS = 10  # restart reasons in the report
@@ -54,7 +54,6 @@ class Crashes:
     lost: Computed = field(default_factory=Computed)  # reported work on rows that were inside
     restart_us: int = 0
     crashed_us: int = 0
-    poison_rows: int = 0
 
 
 def computed(completions: Iterable[Completion]) -> Computed:
@@ -155,8 +154,7 @@ class Supervisor:
     def deaths(self) -> Crashes:
         with self._lock:
             restart_us, crashed_us = self._timeline.restart_us(now_us()), self._timeline.crashed_us
-            poison_rows = self._rows.num_poison_rows
-            return Crashes(self._restarts, tuple(self._reasons), self._lost, restart_us, crashed_us, poison_rows)
+            return Crashes(self._restarts, tuple(self._reasons), self._lost, restart_us, crashed_us)
 
     def tail_us(self) -> int:
         """Return the idle time since the engine last computed."""
@@ -304,7 +302,7 @@ class Supervisor:
         if self._child is None or not self._child.ready or self._granted_usd is None:
             return
         assert isinstance(config, EndpointConfig)
-        self._child.send(Grant(self._granted_usd - committed_usd(self._past_stats, config.prices)))
+        self._child.send(Grant(self._granted_usd - config.prices.committed_usd(self._past_stats)))
 
     def _stop(self) -> None:
         """End the process, at the latest after STOP_GRACE_S."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.sections.run import RunSection
 from pipeline.errors import Interrupted, LimitReached, PipelineError, error_named
+from pipeline.formatting import counted
 from pipeline.job.actor.actor_registry import Order
 from pipeline.job.dataflow.in_process import InProcessDataflow
 from pipeline.job.dataflow.spec import EndOfUnits, FlowSpec
@@ -14,7 +15,6 @@ from pipeline.job.running.limits import BUDGET, RESERVE_S, Limit, RunLimits, mus
 from pipeline.job.running.reporter import TICK_S, WAITING, RunReporter
 from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.job.telemetry.logs import RAY, collect_ray_logs
 from pipeline.job.telemetry.run_log import RunLog
 from pipeline.machine.signals import StopSignals
 
@@ -49,7 +49,7 @@ class Driver:
                 self.log.stopped_by = ""
             except PipelineError as error:
                 if flow.session_logs is not None:
-                    collect_ray_logs(flow.session_logs, self.reporter.logs.path / RAY)
+                    self.reporter.logs.collect_ray(flow.session_logs)
                 if not isinstance(error, Interrupted):  # else they are saved already
                     self._save_open_rows(flow)
                 raise
@@ -101,8 +101,8 @@ class Driver:
             raise error_named(summary.failure_kind, summary.failure_message)
         self.log.add(summary)
         self.reporter.look_at_quality()
-        rows, errors = summary.totals.rows, summary.totals.num_error_rows
-        self.reporter.note(f"unit {summary.unit} of window {summary.window}: {rows:,} rows, {errors} errors", "debug")
+        rows, errors = counted(summary.totals.rows, "row"), counted(summary.totals.num_error_rows, "error row")
+        self.reporter.note(f"unit {summary.unit} of window {summary.window}: {rows}, {errors}", "debug")
         self.totals.check_error_rate()
 
     def _look(self, flow: "Dataflow | InProcessDataflow") -> None:

@@ -13,14 +13,14 @@ covers it at its maximum output, together with all that it has spent and sent (`
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeline.config.sections.limits import CostSection
 from pipeline.config.sections.run import RunSection
 from pipeline.errors import LimitReached
 from pipeline.formatting import duration
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.report.record.run_record import MICROSECONDS_PER_HOUR, RunRecord, committed_usd
+from pipeline.report.record.run_record import RunRecord
 
 RESERVE_S = 3.0  # from the order to stop midway through units until every actor is idle
 WARN_SHARE = 0.8
@@ -42,15 +42,10 @@ class RunLimits:
 
     def __init__(self, cost: CostSection, run: RunSection, earlier: Sequence[RunRecord]) -> None:
         """Raises LimitReached if the earlier runs leave no money to start an engine."""
-        self._hourly_usd, self._budget, self._max_runtime = cost.hourly_usd or 0.0, cost.budget_usd, run.max_runtime
-        self._token_prices = cost.token_prices
-        # Runs without a price are charged at today's price: the budget must hold anyway.
-        self._before_usd = sum(
-            (self._hourly_usd if r.hourly_usd is None else r.hourly_usd) * r.machine_us / MICROSECONDS_PER_HOUR
-            + sum(r.token_usd())
-            + r.unmetered_usd()
-            for r in earlier
-        )
+        self._prices, self._budget, self._max_runtime = cost.prices, cost.budget_usd, run.max_runtime
+        # Machine time without a price is charged at today's price: the budget must hold anyway.
+        priced = [replace(r, hourly_usd=cost.hourly_usd if r.hourly_usd is None else r.hourly_usd) for r in earlier]
+        self._before_usd = sum(r.usd + r.prices.unmetered_usd(r.unmetered) for r in priced)
         self._warned = False
         self._granted_usd: dict[int, float] = {}  # by actor
         if self._budget is not None and self._before_usd + self._start_usd(earlier, run.pool[0]) >= self._budget:
@@ -64,7 +59,7 @@ class RunLimits:
         for run in reversed(earlier):
             loaded = [a.phases_us["startup"] + a.phases_us["load"] for a in run.actors if a.stats.get("num_steps")]
             if loaded:
-                return self._hourly_usd * num_actors * sum(loaded) / len(loaded) / MICROSECONDS_PER_HOUR
+                return self._prices.machine_usd(num_actors * sum(loaded) / len(loaded))
         return 0.0
 
     def nearest(self, actors: Sequence[ActorState], wall_s: float) -> Limit | None:
@@ -73,7 +68,7 @@ class RunLimits:
         limits: list[Limit] = []
         if self._budget is not None:
             spent = self._machine_usd(actors) + sum(self._committed_usd(actor) for actor in actors)
-            usd_per_s = self._hourly_usd / 3600 * max(1, len(_billed(actors)))
+            usd_per_s = self._prices.machine_usd(1e6) * max(1, len(_billed(actors)))
             left_s = (self._budget - spent) / usd_per_s if usd_per_s else math.inf
             if self._cannot_send(actors):
                 left_s = 0.0
@@ -90,7 +85,7 @@ class RunLimits:
         One engine gets everything. Several get a share of one half of the rest, again and again, so that an engine that
         ends strands little; one whose next request does not fit gets its cost.
         """
-        if self._budget is None or not self._token_prices:
+        if self._budget is None or not self._prices.usd_per_million:
             return None
         live = _billed(actors)
         for actor in live:
@@ -117,7 +112,7 @@ class RunLimits:
     def _cannot_send(self, actors: Sequence[ActorState]) -> bool:
         """Return whether no engine with units has an open request, and the budget covers none of the next ones."""
         working = [actor for actor in _billed(actors) if actor.record.units_in_progress]
-        if self._budget is None or not self._token_prices or not working:
+        if self._budget is None or not self._prices.usd_per_million or not working:
             return False
         free = self._free_usd(actors)
         return all(
@@ -127,12 +122,12 @@ class RunLimits:
         )
 
     def _committed_usd(self, actor: ActorState) -> float:
-        return committed_usd(actor.record.stats, self._token_prices)
+        return self._prices.committed_usd(actor.record.stats)
 
     def _machine_usd(self, actors: Sequence[ActorState]) -> float:
         """Return the cost of machine time so far, and of earlier runs."""
         machine_us = sum(actor.record.machine_us for actor in actors)
-        return self._before_usd + self._hourly_usd * machine_us / MICROSECONDS_PER_HOUR
+        return self._before_usd + self._prices.machine_usd(machine_us)
 
     def warning(self, limit: Limit | None) -> str | None:
         """Return a warning, once, when most of a limit is used."""

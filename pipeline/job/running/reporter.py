@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pipeline.data.output.parts import PartStore
 from pipeline.job.planning.history import remember
@@ -14,7 +15,6 @@ from pipeline.job.planning.plan import JobPlan
 from pipeline.job.running.notify import Notifier
 from pipeline.job.running.totals import OutputTotals
 from pipeline.job.telemetry.logs import DRIVER, Level, LogFolder, LogOptions
-from pipeline.job.telemetry.metrics_server import MetricsServer
 from pipeline.job.telemetry.pace import Pace
 from pipeline.job.telemetry.progress import Progress
 from pipeline.job.telemetry.run_log import PLAN, RunLog, load_estimate, make_report, put_status
@@ -27,6 +27,9 @@ from pipeline.report.record.run_record import RunRecord
 from pipeline.report.run_report import RunReport
 from pipeline.stores.filesystem import is_url
 from pipeline.stores.redaction import shown_url
+
+if TYPE_CHECKING:
+    from pipeline.job.telemetry.metrics import MetricsServer
 
 WAITING = "waiting: "  # phase in which no engine can work, with the reason
 TICK_S = 1.0  # interval of progress checks
@@ -55,7 +58,7 @@ class RunReporter:
         metrics: str | None = None,
     ) -> None:
         """`earlier`: records of the job's earlier runs. `show`: called with each status. `sample`: number of rows of a
-        run with --sample. `metrics`: address of /metrics and /healthz."""
+        run with --sample. `metrics`: address of /metrics."""
         self._plan, self._log, self._totals, self._earlier = plan, log, totals, earlier
         self._telemetry, self._show = telemetry, show
         self._num_rows = plan.num_rows if sample is None else min(plan.num_rows, totals.now().rows + sample)
@@ -73,10 +76,20 @@ class RunReporter:
         self._estimate = load_estimate(store, plan.fingerprint.undated)
         if self._estimate is None and store.folder.has(PLAN):
             self.note(f"{PLAN} is the estimate of another job and is ignored; `pipeline plan` estimates this one")
-        self._metrics = MetricsServer.at(metrics, self.warn)
+        self._metrics = self._serve_metrics(metrics) if metrics is not None else None
         self.progress = Progress(plan.job.config.run.progress_timeout_s)
         self._notifier = Notifier(plan.job.config.run.notify, self.warn)
         self._drops: set[str] = set()  # measures of quality whose drop was already reported
+
+    def _serve_metrics(self, address: str) -> "MetricsServer | None":
+        """Start the server of /metrics, or warn: no run depends on it."""
+        from pipeline.job.telemetry.metrics import MetricsServer
+
+        try:
+            return MetricsServer(address)
+        except OSError as error:
+            self.warn(f"--metrics {address}: {error.strerror or error}; this run shows no metrics")
+            return None
 
     def note(self, text: str, level: Level = "info") -> None:
         """Add a line to the driver's log."""
@@ -133,7 +146,7 @@ class RunReporter:
             error_rows=dict(log.written.error_rows),
             health=[self.progress.health(actor) for actor in log.actors],
             progress=self.progress,
-            cost=config.cost,
+            prices=config.cost.prices,
         )
 
     def _log_progress(self, status: Status) -> None:
@@ -163,7 +176,6 @@ class RunReporter:
         self.begin_phase(log.outcome)
         close_telemetry(self._telemetry, self._show, self.status() if finished else None)
         self._driver_log.close()
-        self.logs.close()
         if self._metrics is not None:
             self._metrics.close()
 

@@ -75,7 +75,7 @@ def run_job(
     `retry_failed` recomputes the error rows of the output. `append` accepts input files that are new since the first
     run. With `sample`, only that many rows are computed and saved for the run that does the rest; `sample.read_sample`
     reads them. `progress` is called about once a second. At `metrics`, HOST:PORT, the run serves /metrics for
-    Prometheus and /healthz.
+    Prometheus.
 
     Raises the exceptions of `pipeline.errors`. Whenever one is raised, written output is consistent and the same call
     resumes the job. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are

@@ -1,28 +1,26 @@
 """Logs of a run, `_pipeline/logs/<run id>/`: `driver.log`, `engine-<actor>.log` and, after a failure, `ray.log`.
 
 Each line has a time and a level. A long log continues in `driver.2.log` and so on. To bound the size, only its first
-file and the newest ones are kept, and logs of old runs are removed. No file is renamed, so that a reader can resume at
-a name and an offset. A thread writes, so that a slow disk delays nothing. For an output in a store, logs are written to
-a temporary folder and uploaded as they grow. `log_reader` reads them back.
+file and the newest ones are kept, and logs of old runs are removed. No file is renamed, as logging's own rotation does:
+a reader resumes at a name and an offset, and a store keeps what was uploaded. A thread writes, so that a slow disk or
+store delays nothing. `log_reader` reads the logs back.
 """
 
-import os
 import queue
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import PipelineError
 from pipeline.formatting import printable_lines
 from pipeline.job.telemetry.run_id import run_number
-from pipeline.machine.host import process_mark
+from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder
 
 LOGS = "_pipeline/logs"
@@ -36,9 +34,8 @@ SYNC_S = 3.0  # interval of uploads to a store
 SYNC_SHARE = 0.05  # largest share of the time for uploads
 MAX_WAITING = 10_000  # queued lines; further ones are dropped and counted
 CLOSE_S = 2.0
+STORE_CLOSE_S = 10.0  # for the last upload
 RAY_TAIL_BYTES = 64 * 2**10
-STALE_FOLDER_S = 3600.0  # age at which the folder of a missing process is removed; a container may not see the process
-_PREFIX = "pipeline-logs-"
 
 Level = Literal["debug", "info", "warning", "print"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "print")  # `print`: output of a process, always kept
@@ -60,44 +57,26 @@ class LogFolder:
     """Log folder of one run, for the driver and each actor. Nothing is created before the first line."""
 
     def __init__(self, store: PartStore, run_id: str) -> None:
-        self._store, self._name = store, f"{LOGS}/{run_id}"
-        self._uploaded: dict[str, tuple[int, int]] = {}
-        self._uploading = threading.Lock()
-        self._closed = False
-        self._is_local = isinstance(store.folder, LocalFolder)
-        if isinstance(store.folder, LocalFolder):
-            self.path = store.folder.path(self._name)
-        else:
-            _remove_stale_folders()
-            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-"))
-            threading.Thread(target=self._keep_uploading, daemon=True, name="upload logs").start()
+        self._folder, self._name = store.folder, f"{LOGS}/{run_id}"
 
     def shown(self, name: str = "") -> str:
         """Return the path of a log for messages."""
-        return self._store.folder.shown(f"{self._name}/{name}" if name else self._name)
+        return self._folder.shown(f"{self._name}/{name}" if name else self._name)
 
     def log(self, name: str, level: Level) -> "RotatedLog":
         """Return one of the run's logs, with lines of this level and above."""
-        return RotatedLog(self.path / name, level, MAX_BYTES if self._is_local else STORE_MAX_BYTES)
-
-    def close(self) -> None:
-        """Upload the rest if the output is in a store, and remove the temporary folder."""
-        if self._is_local:
-            return
-        self._sync()
-        self._closed = True
-        shutil.rmtree(self.path, ignore_errors=True)
+        return RotatedLog(self._folder, f"{self._name}/{name}", level)
 
     def prune(self) -> None:
         """Remove the logs of the oldest runs; in a store, do it in a thread. Failures are ignored: these are only
         logs."""
-        if self._is_local:
+        if isinstance(self._folder, LocalFolder):
             self._prune()
         else:
             threading.Thread(target=self._prune, daemon=True, name="prune logs").start()
 
     def _prune(self) -> None:
-        folder = self._store.folder
+        folder = self._folder
         with suppress(PipelineError, OSError):
             for run in sorted(folder.names(LOGS), key=lambda name: (run_number(name), name))[: -MAX_RUNS or None]:
                 if isinstance(folder, LocalFolder):
@@ -106,46 +85,30 @@ class LogFolder:
                 for name in folder.names(f"{LOGS}/{run}"):
                     folder.remove(f"{LOGS}/{run}/{name}")
 
-    def _keep_uploading(self) -> None:
-        last_sync_s = 0.0
-        while not self._closed:
-            time.sleep(max(SYNC_S, last_sync_s / SYNC_SHARE))
-            began = time.monotonic()
-            self._sync()
-            last_sync_s = time.monotonic() - began
-
-    def _sync(self) -> None:
-        """Upload changed files until one fails; the next call retries it."""
-        with self._uploading, suppress(PipelineError, OSError):
-            for file in sorted(self.path.iterdir()):
-                status = file.stat()
-                version = (status.st_size, status.st_mtime_ns)
-                if self._uploaded.get(file.name) != version:
-                    self._store.folder.replace(f"{self._name}/{file.name}", file.read_bytes())
-                    self._uploaded[file.name] = version
-            for name in [name for name in self._uploaded if not (self.path / name).exists()]:
-                self._store.folder.remove(f"{self._name}/{name}")
-                del self._uploaded[name]
-
-
-def _remove_stale_folders() -> None:
-    """Remove the temporary folders of killed processes; Ray kills its actors at the end."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        with suppress(OSError):
-            if pid.isdigit() and not process_mark(int(pid)) and time.time() - folder.stat().st_mtime > STALE_FOLDER_S:
-                shutil.rmtree(folder, ignore_errors=True)
+    def collect_ray(self, session_logs: Path) -> None:
+        """Copy the ends of the error files of Ray's processes on this machine. Failures are ignored."""
+        with suppress(PipelineError, OSError):
+            ends = []
+            for file in sorted(session_logs.glob("*.err")):
+                with open(file, "rb") as lines:
+                    lines.seek(max(0, file.stat().st_size - RAY_TAIL_BYTES))
+                    if end := lines.read():
+                        ends.append(f"--- {file.name}\n".encode() + end)
+            if ends:
+                self._folder.replace(f"{self._name}/{RAY}", b"\n".join(ends))
 
 
 class RotatedLog:
     """A log in one or more files. Thread-safe; `line` never blocks and never raises."""
 
-    def __init__(self, path: Path, level: Level = "info", max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, folder: Folder, name: str, level: Level = "info", max_bytes: int | None = None) -> None:
         """level: drop lines below it. max_bytes: size of a file at which the next one begins."""
-        self._path, self._min_level, self._max_bytes = path, LEVELS.index(level), max_bytes
+        self._folder, self._name, self._min_level = folder, name, LEVELS.index(level)
+        self._is_local = isinstance(folder, LocalFolder)
+        self._max_bytes = max_bytes or (MAX_BYTES if self._is_local else STORE_MAX_BYTES)
         self._lines: queue.Queue[str | None] = queue.Queue(MAX_WAITING)
         self.dropped = 0
-        self._thread = threading.Thread(target=self._write, daemon=True, name=f"log {path.name}")
+        self._thread = threading.Thread(target=self._write, daemon=True, name=f"log {name}")
         self._thread.start()
 
     def keeps(self, level: Level) -> bool:
@@ -165,55 +128,56 @@ class RotatedLog:
                 self.dropped += 1
         return lines
 
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write the queued lines, waiting for up to `timeout_s`."""
+    def close(self) -> None:
+        """Write the queued lines, waiting for a bounded time."""
         if self.dropped:
             self.line(f"{self.dropped} earlier lines were dropped", "warning")
-        try:
+        with suppress(queue.Full):
             self._lines.put_nowait(None)
-        except queue.Full:
-            return
-        self._thread.join(timeout_s)
+            self._thread.join(CLOSE_S if self._is_local else STORE_CLOSE_S)
 
     def _write(self) -> None:
-        file: BinaryIO | None = None
-        number = 1
-        while (line := self._lines.get()) is not None:
-            data = line.encode("utf-8", "backslashreplace") + b"\n"
+        number, content, num_sent, next_send = 1, bytearray(), 0, 0.0
+        line: str | None = ""
+        while line is not None:
             try:
-                if file is not None and file.tell() + len(data) > self._max_bytes:
-                    file.close()
-                    file, number = None, number + 1
-                    if number - NUM_LAST > 1:
-                        piece_path(self._path, number - NUM_LAST).unlink(missing_ok=True)
-                if file is None:
-                    self._path.parent.mkdir(parents=True, exist_ok=True)
-                    file = open(piece_path(self._path, number), "ab")  # noqa: SIM115
-                file.write(data)
-                file.flush()
-            except OSError:  # a full disk must not fill the terminal
-                self.dropped += 1
-        if file is not None:
-            with suppress(OSError):
-                file.close()
+                line = self._lines.get(timeout=SYNC_S)
+            except queue.Empty:
+                line = ""
+            data = line.encode("utf-8", "backslashreplace") + b"\n" if line else b""
+            if content and len(content) + len(data) > self._max_bytes:
+                self._send(number, content, num_sent)
+                number, content, num_sent = number + 1, bytearray(), 0
+                self._remove(number - NUM_LAST)
+            content += data
+            began = time.monotonic()
+            if num_sent < len(content) and (self._is_local or line is None or began >= next_send):
+                num_sent = self._send(number, content, num_sent)
+                now = time.monotonic()
+                next_send = now + max(SYNC_S, (now - began) / SYNC_SHARE)
 
+    def _send(self, number: int, content: bytearray, num_sent: int) -> int:
+        """Append what is new to the file, or upload all of it. Return the bytes sent so far: a failure is ignored, and
+        the next call repeats it."""
+        name = self._piece(number)
+        with suppress(PipelineError, OSError):
+            if isinstance(self._folder, LocalFolder):
+                path = self._folder.path(name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "ab") as file:
+                    file.write(content[num_sent:])
+            else:
+                self._folder.replace(name, bytes(content))
+            return len(content)
+        return num_sent
 
-def piece_path(path: Path, number: int) -> Path:
-    """Return the path of a log's file by its number: `driver.log`, `driver.2.log`, `driver.3.log`."""
-    return path if number == 1 else path.with_suffix(f".{number}{path.suffix}")
+    def _remove(self, number: int) -> None:
+        """Remove an old file, but never the first one."""
+        if number > 1:
+            with suppress(PipelineError, OSError):
+                self._folder.remove(self._piece(number))
 
-
-def collect_ray_logs(session_logs: Path, path: Path) -> None:
-    """Copy the ends of the error files of Ray's processes on this machine. Failures are ignored."""
-    try:
-        ends = []
-        for file in sorted(session_logs.glob("*.err")):
-            with open(file, "rb") as lines:
-                lines.seek(max(0, file.stat().st_size - RAY_TAIL_BYTES))
-                if end := lines.read():
-                    ends.append(f"--- {file.name}\n".encode() + end)
-        if ends:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"\n".join(ends))
-    except OSError:
-        return
+    def _piece(self, number: int) -> str:
+        """Return the name of a file by its number: `driver.log`, `driver.2.log`, `driver.3.log`."""
+        stem, dot, suffix = self._name.rpartition(".")
+        return self._name if number == 1 else f"{stem}.{number}{dot}{suffix}"

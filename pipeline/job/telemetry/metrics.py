@@ -1,21 +1,21 @@
-"""Prometheus metrics of a running job: counters, gauges and histograms of the driver's state.
+"""Prometheus metrics of a running job: counters, gauges and histograms of the driver's state, and their server.
 
 Names end as vLLM's do if the meaning is the same. All follow Prometheus' rules: base units, and `_total` for counters
 only. Counters never decrease during a run: counts of ended engine processes remain. All metrics belong to this run; the
 label `run` makes each run its own series.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from pipeline.config.sections.limits import CostSection
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.progress import HEALTH, Progress
 from pipeline.job.telemetry.status import Status
+from pipeline.prices import Prices
 from pipeline.report.record.row_stats import Histogram, RowStats
-from pipeline.report.record.run_record import token_usd
 
 # Upper bounds of buckets in seconds: LONG_S for whole rows and first tokens, SHORT_S between two tokens.
 LONG_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0, 1000.0)
@@ -49,7 +49,7 @@ class Snapshot:
     error_rows: Mapping[str, int]
     health: Sequence[str]
     progress: Progress
-    cost: CostSection = field(default_factory=CostSection)
+    prices: Prices = field(default_factory=Prices)
 
     def families(self) -> Iterator[Metric]:
         status, run = self.status, {"job_name": self.job, "run": self.status.run_id}
@@ -114,10 +114,8 @@ class Snapshot:
                 retries[kind] = retries.get(kind, 0) + count
         tried = [({"kind": kind}, float(count)) for kind, count in sorted(retries.items())]
         yield _family(CounterMetricFamily, "storage_retries", "Retried requests to stores.", run, tried, ("kind",))
-        prices = self.cost.token_prices
-        if self.cost.hourly_usd is not None or prices:
-            usd = sum(record.machine_us for record in actors) / 3.6e9 * (self.cost.hourly_usd or 0.0)
-            usd += sum(sum(token_usd(record.stats, prices)) for record in actors)
+        if self.prices.are_declared:
+            usd = sum(self.prices.machine_usd(r.machine_us) + sum(self.prices.token_usd(r.stats)) for r in actors)
             yield _family(CounterMetricFamily, "cost_usd", "Cost at the prices of section cost.", run, [({}, usd)])
         open_units = [({"actor": str(r.actor)}, float(r.units_in_progress)) for r in actors]
         yield _family(
@@ -131,18 +129,28 @@ class Snapshot:
         help_text = "1 for the health of an engine actor, 0 for the other values."
         yield _family(GaugeMetricFamily, "actor_health", help_text, run, health, ("actor", "host", "health"))
 
-    def to_json(self) -> dict[str, object]:
-        """Return the body of /healthz without `well`: the run's progress and the health of each actor."""
-        return {
-            "job": self.job,
-            "run": self.status.run_id,
-            "phase": self.status.phase,
-            "seconds_without_progress": round(self.progress.still_s, 1),
-            "actors": [
-                {"actor": state.record.actor, "host": state.record.host, "health": health}
-                for state, health in zip(self.actors, self.health)
-            ],
-        }
+
+class MetricsServer:
+    """HTTP server of the last snapshot, for Prometheus. There is no authentication: bind it to a private interface."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: host:port. Raises OSError if it cannot be bound."""
+        self.snapshot: Snapshot | None = None
+        registry = CollectorRegistry()
+        registry.register(self)
+        host, _, port = address.rpartition(":")
+        self._server, _ = start_http_server(int(port), host.strip("[]"), registry)
+
+    @property
+    def port(self) -> int:
+        return self._server.server_port
+
+    def collect(self) -> Iterable[Metric]:
+        return self.snapshot.families() if self.snapshot is not None else ()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
 
 
 def cumulative(found: Histogram, bounds_s: Sequence[float]) -> tuple[list[tuple[str, float]], float]:

@@ -1,7 +1,6 @@
 """Track when a run last made progress, and when each engine actor last reported.
 
-The same object decides whether the run has stalled for good, whether /healthz reports it as well, and the health of
-each actor.
+The same object decides whether the run has stalled for good, and the health of each actor.
 """
 
 import time
@@ -9,10 +8,9 @@ from collections.abc import Sequence
 
 from pipeline.errors import EnvironmentFailed
 from pipeline.job.telemetry.actor_state import ActorState
+from pipeline.machine.liveness import ACTOR_SILENT_S, PROGRESS_TIMEOUTS
 
-SILENT_S = 15.0  # since the last report of an actor, which reports each second
-UNWELL_SHARE = 1 / 6  # share of the limit without progress after which a run is unwell
-HEALTH = ("starting", "loading", "ready", "silent", "given back", "lost")
+HEALTH = ("starting", "loading", "ready", "silent", "released", "lost")
 
 
 class Progress:
@@ -44,15 +42,11 @@ class Progress:
         """Seconds since the last progress."""
         return time.monotonic() - self._moved
 
-    @property
-    def is_well(self) -> bool:
-        return self.still_s < UNWELL_SHARE * self._limit_s
-
     def check(self, actors: Sequence[ActorState]) -> None:
         """Raise EnvironmentFailed after the limit without progress."""
         if self.still_s <= self._limit_s:
             return
-        idle = f"No progress for {self._limit_s:g} s (6 times run.stall_timeout)"
+        idle = f"No progress for {self._limit_s:g} s ({PROGRESS_TIMEOUTS} times run.stall_timeout)"
         if not actors:
             raise EnvironmentFailed(
                 f"{idle}: no engine actor could be started. Does the cluster have the CPUs and GPUs of run.actors, "
@@ -70,7 +64,7 @@ class Progress:
         if record.node_lost:
             return "lost"
         if record.released:
-            return "given back"
-        if time.monotonic() - self._reports[record.actor][1] > SILENT_S:
+            return "released"
+        if time.monotonic() - self._reports[record.actor][1] > ACTOR_SILENT_S:
             return "silent"
         return "ready" if record.stats.get("num_steps") else "loading" if actor.loading else "starting"

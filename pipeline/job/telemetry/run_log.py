@@ -75,7 +75,7 @@ class RunLog:
             versions=versions(),
             settings=dict(settings),
             hourly_usd=cost.hourly_usd,
-            usd_per_million=cost.token_prices,
+            usd_per_million=dict(cost.prices.usd_per_million),
             resolved=dict(resolved),
             sample_rows=sample_rows,
             retry_limits=dict(retried_limits or {}),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pipeline.formatting import duration, percent
+from pipeline.formatting import counted, duration, percent
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 
 
@@ -56,7 +56,7 @@ def counts(status: Status) -> str:
         return ""
     counts = f"{status.rows_done:,}/{status.rows_total:,} rows"
     if status.error_rows:
-        counts += f" ({status.error_rows:,} errors)"
+        counts += f" ({counted(status.error_rows, 'error row')})"
     if status.token_agreement is not None:
         counts += f", token agreement {percent(status.token_agreement)}"
         counts += f" (ALARM: {', '.join(status.quality_drops)})" if status.quality_drops else ""

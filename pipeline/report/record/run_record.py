@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pipeline.prices import Prices
 from pipeline.report.record.data_warnings import DataWarning
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
 from pipeline.report.record.row_stats import Computed, RowStats
@@ -24,8 +25,6 @@ PHASE_MEANING = {
     "idle": "no rows to compute: waiting for input, writing, or the last rows of other engines",
 }
 PHASES = tuple(PHASE_MEANING)
-
-MICROSECONDS_PER_HOUR = 3_600_000_000
 
 Outcome = Literal["running", "finished", "sampled", "stopped", "interrupted", "failed", "killed"]
 
@@ -80,10 +79,8 @@ class ActorRecord:
     restart_us: int = 0  # start-up and load of the engine processes after the first
     crashed_us: int = 0  # part of `wasted`: from an engine process's last report to its end, while it had rows
     tail_us: int = 0  # part of `idle`: since the last computation
-    poison_rows: int = 0  # rows that crashed the engine process and became error rows
     units_in_progress: int = 0  # started and not finished at the time of this record
     delivered_tokens: Computed = field(default_factory=Computed)  # of completed rows in parts that it wrote
-    duplicate_tokens: Computed = field(default_factory=Computed)  # of units whose part already existed
     kept_tokens: Computed = field(default_factory=Computed)  # of finished rows that a stopped run kept for the next one
     crashed_tokens: Computed = field(default_factory=Computed)  # of rows in an engine process when it ended
     resumed_rows: int = 0  # rows kept by an earlier run and delivered in parts of this one
@@ -111,7 +108,7 @@ class ActorRecord:
     @property
     def open(self) -> Computed:
         """Computed tokens that are neither delivered nor known to be lost or kept."""
-        known = self.delivered_tokens + self.duplicate_tokens + self.kept_tokens + self.crashed_tokens
+        known = self.delivered_tokens + self.kept_tokens + self.crashed_tokens
         return self.computed.less(known)
 
     @property
@@ -230,43 +227,26 @@ class RunRecord(JsonRecord):
         return sum(actor.phases_us[phase] for actor in self.actors)
 
     @property
-    def is_priced(self) -> bool:
-        return self.hourly_usd is not None or bool(self.usd_per_million)
-
-    def usd(self, us: int) -> float:
-        """Return the price of `us` of machine time; 0 without a declared price."""
-        return (self.hourly_usd or 0.0) * us / MICROSECONDS_PER_HOUR
+    def prices(self) -> Prices:
+        return Prices(self.hourly_usd, self.usd_per_million)
 
     def token_usd(self) -> tuple[float, float]:
-        """Return the price of all prompt tokens and of all generated ones; 0 without declared prices."""
-        prices = [token_usd(actor.stats, self.usd_per_million) for actor in self.actors]
-        return sum(prompt for prompt, _ in prices), sum(generated for _, generated in prices)
+        """Return the price of all prompt tokens and of all generated ones."""
+        return self.prices.token_usd(summed([actor.stats for actor in self.actors]))
+
+    @property
+    def usd(self) -> float:
+        """Price of its machine time and tokens."""
+        return self.prices.machine_usd(self.machine_us) + sum(self.token_usd())
 
     @property
     def unmetered(self) -> dict[str, int]:
         """Counters of its engines, in which requests that were open at their last report are of unknown usage."""
         return summed([with_open_as_unmetered(actor.stats) for actor in self.actors])
 
-    def unmetered_usd(self) -> float:
-        """Return the most that requests of unknown usage cost, in addition to `token_usd`."""
-        return _bound_usd(self.unmetered, self.usd_per_million, "unmetered")
-
     def stat(self, name: str) -> int:
         """Return a counter of EngineStats, summed over the actors."""
         return sum(actor.stats.get(name, 0) for actor in self.actors)
-
-
-def committed_usd(stats: Mapping[str, int], prices: Mapping[str, float]) -> float:
-    """Return the price of an actor's tokens, with unmetered and open requests at their bounds."""
-    return sum(token_usd(stats, prices)) + sum(_bound_usd(stats, prices, kind) for kind in ("unmetered", "open"))
-
-
-def _bound_usd(stats: Mapping[str, int], prices: Mapping[str, float], kind: str) -> float:
-    """Return the price of requests of unknown usage, or open ones: each at its prompt and its maximum output."""
-    if not prices:
-        return 0.0
-    prompt, generated = (stats.get(f"{kind}_{name}_tokens", 0) for name in ("prompt", "generated"))
-    return (prompt * prices["input"] + generated * prices["output"]) / 1e6
 
 
 def with_open_as_unmetered(stats: Mapping[str, int]) -> dict[str, int]:
@@ -274,13 +254,3 @@ def with_open_as_unmetered(stats: Mapping[str, int]) -> dict[str, int]:
     ended = {name: count for name, count in stats.items() if not name.startswith(("open_", "needed_", "num_open"))}
     moved = {f"unmetered_{name}_tokens": stats.get(f"open_{name}_tokens", 0) for name in ("prompt", "generated")}
     return summed([ended, {**moved, "num_unmetered": stats.get("num_open", 0)}]) if any(moved.values()) else ended
-
-
-def token_usd(stats: Mapping[str, int], prices: Mapping[str, float]) -> tuple[float, float]:
-    """Return the price of an actor's prompt tokens and of its generated ones, in US dollars. stats: its counters.
-    prices: of 1M tokens (`RunRecord.usd_per_million`)."""
-    if not prices:
-        return 0.0, 0.0
-    cached = stats.get("cached_tokens", 0)
-    prompt = (stats.get("prompt_tokens", 0) - cached) * prices["input"] + cached * prices["cached_input"]
-    return prompt / 1e6, stats.get("generated_tokens", 0) * prices["output"] / 1e6

@@ -138,9 +138,7 @@ def test_catching_up_is_bounded_in_each_step() -> None:
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 6])
-def test_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(
-    num_rows: int, is_asynchronous: bool
-) -> None:
+def test_04_passes_of_the_draft_model_that_do_not_fit_cost_no_row(num_rows: int, is_asynchronous: bool) -> None:
     """Their step is undone, and the next ones are computed without drafts for a while."""
     engine = hash_engine(120, 4, max_num_batched_tokens=16, is_asynchronous=is_asynchronous)
     proposer, rng = draft_with_itself(engine, 3), np.random.default_rng(num_rows)

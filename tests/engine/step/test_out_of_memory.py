@@ -68,9 +68,7 @@ def test_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_asynchrono
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_complete(
-    phase: str, is_asynchronous: bool
-) -> None:
+def test_04_a_row_that_never_fits_is_an_error_row_and_its_mates_are_complete(phase: str, is_asynchronous: bool) -> None:
     engine = hash_engine(120, 4, max_num_seqs=8, max_num_batched_tokens=64, is_asynchronous=is_asynchronous)
     requests = [Request(row, [row, 5, 6, 7, 8, 9], SamplingParams(max_tokens=30, ignore_eos=True)) for row in range(20)]
     max_fitting = 3 if phase == "prefill" else 11

@@ -90,7 +90,9 @@ def test_lists_and_rows_hold_the_same_and_are_counted_verified_divided_and_compa
     report, as_json = reports["rows"], reports["rows"].to_json()["rows"]
     assert (report.rows.written, report.rows.completed, as_json["output"]) == (30, 29, 88)
     assert report.tokens == reports["lists"].tokens
-    assert "30 of 30: 29 completed, 1 errors; 88 in the output, one for each sample" in " ".join(text(report).split())
+    assert "30 of 30: 29 completed, 1 error row; 88 in the output, one for each sample" in " ".join(
+        text(report).split()
+    )
     assert "in the output" not in text(reports["lists"])
     assert report_of(stores["rows"]).rows == report.rows
 

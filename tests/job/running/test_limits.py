@@ -122,7 +122,7 @@ def test_a_budget_counts_a_servers_tokens_and_requests_of_unknown_usage_at_their
     assert (limit.key, limit.left_s, limit.share) == (BUDGET, math.inf, pytest.approx(0.11))
     killed = hosted(prompt_tokens=2_000_000, open_prompt_tokens=1_000_000)
     earlier = [RunRecord("1", "", actors=[killed.record], usd_per_million=CostSection(
-        usd_per_million=TokenPricesSection(**HOSTED)).token_prices)]  # fmt: skip
+        usd_per_million=TokenPricesSection(**HOSTED)).prices.usd_per_million)]  # fmt: skip
     assert hosted_limits(earlier=earlier).nearest([used], 10.0).share == pytest.approx(0.14)
 
 

@@ -109,7 +109,7 @@ def test_the_command_shows_rows_with_their_prompts(job, pipe, monkeypatch):
     code, out, _ = pipe("run", path, "--sample", "20")
     assert code == 0
     assert out.count("  | Say text ") == 8
-    assert "20 rows of 50, 0 errors" in out
+    assert "20 rows of 50, 0 error rows" in out
     code, out, _ = pipe("run", path, "--sample", "3", "--json")
     result = json.loads(out)
     assert code == 0

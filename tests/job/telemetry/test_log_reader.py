@@ -75,12 +75,10 @@ def test_from_a_store_too(tmp_path):
         store = PartStore(faulty.bucket.url("out"), dict(faulty.bucket.storage))
         with pytest.raises(OutputError, match="no run has left logs"):
             logged_run(store.folder)
-        logs = LogFolder(store, "0001-x")
-        log = logs.log("driver.log", "info")
+        log = LogFolder(store, "0001-x").log("driver.log", "info")
         log.line("text " * 20_000 + "one")
         log.line("two")
         log.close()
-        logs.close()
         reader = LogReader(store.folder, logged_run(store.folder))
         assert new_lines(reader) == [("driver", "one"), ("driver", "two")]
         assert new_lines(reader) == []

@@ -1,6 +1,5 @@
 """Logs of a run and its engines' processes in the output, in files of bounded size."""
 
-import os
 import threading
 import time
 
@@ -9,7 +8,7 @@ import pytest
 from pipeline.data.output.parts import PartStore
 from pipeline.errors import EnvironmentFailed
 from pipeline.job.telemetry import logs
-from pipeline.job.telemetry.logs import LogFolder, LogOptions, RotatedLog, collect_ray_logs
+from pipeline.job.telemetry.logs import LogFolder, LogOptions, RotatedLog
 from pipeline.stores.local_folder import LocalFolder
 from tests.faults.store import FaultyStore
 from tests.job.conftest import TEXTS, run, runs
@@ -59,7 +58,7 @@ def test_a_failure_of_the_environment_names_the_logs(job):
 
 
 def test_a_log_continues_in_other_files_and_its_control_characters_are_spelled_out(tmp_path):
-    log = RotatedLog(tmp_path / "x" / "a.log", max_bytes=2000)
+    log = RotatedLog(LocalFolder(str(tmp_path)), "x/a.log", max_bytes=2000)
     for number in range(500):
         log.line(f"line {number} \x1b[31m")
     log.close()
@@ -73,13 +72,17 @@ def test_a_log_continues_in_other_files_and_its_control_characters_are_spelled_o
 def test_a_disk_that_fails_or_hangs_blocks_no_caller(tmp_path, monkeypatch):
     monkeypatch.setattr(logs, "MAX_WAITING", 10)
     (tmp_path / "file").write_text("")
-    failing = RotatedLog(tmp_path / "file" / "a.log")
+    failing = RotatedLog(LocalFolder(str(tmp_path)), "file/a.log")
     failing.line("one")
+    time.sleep(0.2)
+    (tmp_path / "file").unlink()
+    failing.line("two")
     failing.close()
-    assert failing.dropped == 1
+    words = [line.split()[-1] for line in (tmp_path / "file" / "a.log").read_text().splitlines()]
+    assert words == ["one", "two"], "a failed write is repeated"
     hang = threading.Event()
     monkeypatch.setattr(logs.Path, "mkdir", lambda *_, **__: hang.wait(60.0))
-    hanging = RotatedLog(tmp_path / "y" / "a.log")
+    hanging = RotatedLog(LocalFolder(str(tmp_path)), "y/a.log")
     for _ in range(100):
         hanging.line("line")
     assert hanging.dropped >= 88
@@ -94,8 +97,7 @@ def test_logs_of_an_output_in_a_store_are_uploaded_as_they_grow(tmp_path, monkey
     monkeypatch.setattr(logs, "LocalFolder", str)
     monkeypatch.setattr(logs, "SYNC_S", 0.05)
     monkeypatch.setattr(LocalFolder, "replace", lambda *a: (uploads.append(a[1]), replace(*a)))
-    folder = LogFolder(store, "0001-x")
-    log = folder.log("driver.log", "info")
+    log = LogFolder(store, "0001-x").log("driver.log", "info")
     name = "_pipeline/logs/0001-x/driver.log"
     for line in ("one", "two"):
         log.line(line)
@@ -104,9 +106,7 @@ def test_logs_of_an_output_in_a_store_are_uploaded_as_they_grow(tmp_path, monkey
     assert uploads == [name] * 2, "what did not change is not uploaded again"
     log.line("three")
     log.close()
-    folder.close()
     assert store.folder.read(name).endswith(b"three\n")
-    assert not folder.path.exists()
 
 
 def test_logs_of_old_runs_are_removed_from_a_disk_and_from_a_store(tmp_path, monkeypatch):
@@ -120,15 +120,13 @@ def test_logs_of_old_runs_are_removed_from_a_disk_and_from_a_store(tmp_path, mon
         for run in ("0001-x", "9999-x", "10000-x"):
             for name in ("driver.log", "engine-0.log.1"):
                 bucket.put(f"out/_pipeline/logs/{run}/{name}", b"a line\n")
-        folder = LogFolder(PartStore(bucket.url("out"), dict(bucket.storage)), "10001-x")
-        folder.prune()
+        LogFolder(PartStore(bucket.url("out"), dict(bucket.storage)), "10001-x").prune()
         wait_until(lambda: len(bucket.tags()) == 4)
-        folder.close()
         assert {key.split("/")[3] for key in bucket.tags()} == {"9999-x", "10000-x"}
 
 
 def test_a_log_keeps_lines_of_its_level_and_all_that_was_printed(tmp_path):
-    log = RotatedLog(tmp_path / "a.log", "warning")
+    log = RotatedLog(LocalFolder(str(tmp_path)), "a.log", "warning")
     written = [log.line(f"{level} line", level) for level in logs.LEVELS]
     log.close()
     assert [len(lines) for lines in written] == [0, 0, 1, 1]
@@ -144,7 +142,7 @@ def test_the_level_debug_logs_units_and_counters_and_the_driver_shows_its_lines(
     run(job.rows(TEXTS), logs=LogOptions("debug", shown.append))
     driver, engine = log_of(job, "driver.log"), log_of(job, "engine-0.log")
     assert driver.splitlines() == shown
-    assert "debug   unit 0 of window 0: 8 rows, 0 errors" in driver
+    assert "debug   unit 0 of window 0: 8 rows, 0 error rows" in driver
     assert "debug   unit 0 of window 0: 8 rows" in engine
     assert "info    loading: warming up" in engine
     assert "debug   num_steps" in engine
@@ -160,13 +158,14 @@ def test_the_error_files_of_rays_processes_are_copied(tmp_path):
     (session / "worker-1.err").write_text("x" * 100_000 + "the end of it")
     (session / "worker-2.err").write_text("")
     (session / "worker-2.out").write_text("not this")
-    collect_ray_logs(session, tmp_path / "out" / "ray.log")
-    copied = (tmp_path / "out" / "ray.log").read_text()
+    folder = LogFolder(PartStore(str(tmp_path / "out")), "0001-x")
+    folder.collect_ray(tmp_path / "nothing")
+    folder.collect_ray(session)
+    copied = (tmp_path / "out" / "_pipeline" / "logs" / "0001-x" / "ray.log").read_text()
     assert copied.startswith("--- worker-1.err\nxxx")
     assert copied.endswith("the end of it")
     assert len(copied) < 70_000
     assert "worker-2" not in copied
-    collect_ray_logs(tmp_path / "nothing", tmp_path / "out" / "ray.log")
 
 
 def test_records_count_restarted_engines_and_the_log_has_the_reason(job):
@@ -181,12 +180,7 @@ def test_records_count_restarted_engines_and_the_log_has_the_reason(job):
     assert "a fake step failed" in str(runs(job)[0]["actors"][0]["restart_reasons"])
 
 
-def test_nothing_of_a_run_with_its_output_in_a_store_is_left_on_the_machine(job, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    for name in (f"pipeline-logs-{os.getpid()}-lives", "pipeline-logs-4194999-gone", "pipeline-logs-4194998-young"):
-        (tmp_path / name).mkdir()
-        if "young" not in name:
-            os.utime(tmp_path / name, (0, 0))
+def test_the_logs_of_an_output_in_a_store_are_complete_at_the_end_of_the_run(job):
     job.rows(TEXTS)
     with FaultyStore() as faulty:
         bucket = faulty.bucket
@@ -194,5 +188,3 @@ def test_nothing_of_a_run_with_its_output_in_a_store_is_left_on_the_machine(job,
         names = {key.rpartition("/")[2]: bucket.get(key) for key in bucket.tags() if "/logs/" in key}
     assert b"ready" in names["engine-0.log"]
     assert b"ended: finished" in names["driver.log"]
-    left = {folder.name.rpartition("-")[2] for folder in tmp_path.glob("pipeline-logs-*")}
-    assert left == {"lives", "young"}

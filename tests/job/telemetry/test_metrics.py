@@ -14,13 +14,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pipeline.config.sections.limits import CostSection
 from pipeline.job.telemetry import progress
 from pipeline.job.telemetry.actor_state import ActorState
-from pipeline.job.telemetry.metrics import Snapshot
-from pipeline.job.telemetry.metrics_server import MetricsServer
+from pipeline.job.telemetry.metrics import MetricsServer, Snapshot
 from pipeline.job.telemetry.progress import Progress
 from pipeline.job.telemetry.status import Status
+from pipeline.machine.liveness import ACTOR_SILENT_S
+from pipeline.prices import Prices
 from pipeline.report.record.quality_stats import QualityStats
 from pipeline.report.record.row_stats import RowStats, Timing, latency_of
 from pipeline.report.record.run_record import ActorRecord, no_phases
@@ -46,7 +46,7 @@ def snapshot(**changed):
         **given,
         health=["ready"],
         progress=Progress(1800),
-        cost=CostSection(hourly_usd=2.5),
+        prices=Prices(hourly_usd=2.5),
     )
     return replace(made, **changed)
 
@@ -58,25 +58,20 @@ def server():
     made.close()
 
 
-def get(server, path):
-    try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=10) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+def get(server):
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as answer:
+        return answer.read().decode()
 
 
 def shown(server):
     """Return every sample by its name and labels."""
-    code, text = get(server, "/metrics")
-    assert code == 200
-    families = list(text_string_to_metric_families(text))
+    families = list(text_string_to_metric_families(get(server)))
     samples = [sample for family in families for sample in family.samples]
     return {(s.name, *sorted(v for k, v in s.labels.items() if k not in ("job_name", "run"))): s for s in samples}
 
 
 def test_prometheus_reads_what_is_shown(server):
-    assert get(server, "/metrics") == (200, "")
+    assert get(server) == ""
     server.snapshot = snapshot()
     found = shown(server)
     value = {key: sample.value for key, sample in found.items()}
@@ -105,7 +100,7 @@ def test_a_quality_watch_is_shown_once_it_compared_a_row(server):
     assert [value[name] for name in names] == [1, 40, 38, 3]
 
 
-def test_progress_shows_the_health_of_each_actor_and_of_the_run(server, monkeypatch):
+def test_progress_shows_the_health_of_each_actor_and_the_time_without_progress(monkeypatch):
     now = 0.0
     monkeypatch.setattr(progress.time, "monotonic", lambda: now)
     watch = Progress(limit_s=1800)
@@ -116,34 +111,21 @@ def test_progress_shows_the_health_of_each_actor_and_of_the_run(server, monkeypa
 
     loading = replace(actor(1, stats={}), loading="reading weights")
     actors = [actor(0), loading, actor(2, node_lost=True), actor(3, released=True)]
-    assert healths(1, actors) == (["ready", "loading", "lost", "given back"], 0.0)
-    now = progress.SILENT_S + 1
+    assert healths(1, actors) == (["ready", "loading", "lost", "released"], 0.0)
+    now = ACTOR_SILENT_S + 1
     starting = actor(4, stats={}, phases_us={**no_phases(), "startup": 5})
     assert healths(1, [actor(0), starting]) == (["silent", "starting"], 0.0)
     now += 10
     assert healths(1, [actor(0, report_number=2), starting]) == (["ready", "starting"], 10.0)
     assert healths(2, [actor(0, report_number=3)]) == (["ready"], 0.0)
 
-    assert get(server, "/healthz") == (200, '{"well": true}')
-    server.snapshot = snapshot(progress=watch)
-    assert get(server, "/healthz")[0] == 200
-    now += 300
-    code, text = get(server, "/healthz")
-    assert (code, json.loads(text)["well"], json.loads(text)["actors"]) == (
-        503, False, [{"actor": 0, "host": "h", "health": "ready"}],
-    )  # fmt: skip
-    assert json.loads(text)["seconds_without_progress"] == 300
-    assert get(server, "/x")[0] == 404
 
-
-def test_an_address_in_use_is_a_warning():
-    warnings = []
+def test_an_address_in_use_is_a_warning_of_the_run(job, without_ray):
     with socket.socket() as occupied:
         occupied.bind(("127.0.0.1", 0))
         occupied.listen()
-        assert MetricsServer.at(f"127.0.0.1:{occupied.getsockname()[1]}", warnings.append) is None
-    assert "in use" in warnings[0]
-    assert MetricsServer.at(None, warnings.append) is None
+        _, statuses = run(job.rows(["text"]), metrics=f"127.0.0.1:{occupied.getsockname()[1]}")
+    assert "in use; this run shows no metrics" in statuses[-1].warning
 
 
 def test_a_run_shows_its_metrics_and_the_address_ends_with_it(job, without_ray):
