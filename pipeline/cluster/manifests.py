@@ -102,7 +102,7 @@ def manifests(config: JobConfig, schedule: Schedule | None = None) -> list[dict[
     values |= {"schedule": schedule.cron, "time_zone": schedule.time_zone}
     values["files"]["rayjob.yaml"] = _dump([job])
     account = [made("service_account"), made("role"), made("role_binding")]
-    return [made("config_map"), *budgets, *account, made("cron_job", patch.cron)]
+    return [made("config_map"), *budgets, *account, made("cron_job")]
 
 
 def to_yaml(made: list[dict[str, Any]], command: str) -> str:

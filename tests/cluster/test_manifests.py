@@ -181,7 +181,6 @@ def test_patches_reach_every_object(pipe, job_file):
             "spec": {"activeDeadlineSeconds": 60, "rayClusterSpec": {
                 "authOptions": None, "workerGroupSpecs": [{"groupName": "engines", "idleTimeoutSeconds": 9}]}},
         },
-        "cron": {"spec": {"startingDeadlineSeconds": 600}},
     }  # fmt: skip
     path = job_file(**DATED, kubernetes={"image": "r.io/x:1", "patch": patch})
     made = made_by(pipe, path, "--schedule", "0 2 * * *")
@@ -200,7 +199,6 @@ def test_patches_reach_every_object(pipe, job_file):
     assert (cluster["workerGroupSpecs"][0]["idleTimeoutSeconds"], len(cluster["workerGroupSpecs"])) == (9, 1)
     for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
         assert group["template"]["metadata"]["annotations"] == {"a": "b"}
-    assert made[-1]["spec"]["startingDeadlineSeconds"] == 600
 
 
 # --- schedules

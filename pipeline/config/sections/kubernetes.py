@@ -34,11 +34,6 @@ class PatchSection(ConfigSection):
         description="Patch for the RayJob.",
         examples=[{"spec": {"activeDeadlineSeconds": 18000}}],
     )
-    cron: dict[str, Any] = Field(
-        default={},
-        description="Patch for the CronJob of a schedule.",
-        examples=[{"spec": {"startingDeadlineSeconds": 600}}],
-    )
 
 
 class KubernetesSection(ConfigSection):
