@@ -23,9 +23,9 @@ from itertools import product
 import numpy as np
 
 from benchmarks.shapes import model_size
-from pipeline.engine.startup.batch_limits import gpu_limits
+from pipeline.engine.startup.batch_limits import BLOCK_SIZES, gpu_limits
 from pipeline.engine.startup.memory import usable_kv_room, weight_layout
-from pipeline.estimate.prices import load_prices
+from pipeline.estimate.fit import GROUP_SIZES
 from pipeline.formatting import counted
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import Card, find_card
@@ -48,12 +48,10 @@ PAGE = ROOT / "docs" / "parallel.md"
 MODELS = {"llama-70b-awq": "AWQ int4", "llama-70b": "bfloat16"}
 KINDS = ("tensor", "pipeline")
 CARDS = ("H100 80GB SXM", "A100 80GB SXM", "L40S", "L4")
-SIZES = (1, 2, 4, 8)  # cards of an engine
 SETS = {"2,048 in, 64 out": (2048, 64), "128 in, 1,024 out": (128, 1024)}
 REQUESTS = 256  # for each card
 STEP_TOKENS = (1024, 8192)  # limits of a step to choose from; long prompts of one micro-batch keep the others waiting
 MIN_AT_ONCE = 8  # requests of a micro-batch; with fewer, the KV cache counts as too small
-BLOCK_SIZE = 64
 SEED = 7
 VLLM_PADDING = 64  # of the vocabulary, `DEFAULT_VOCAB_PADDING_SIZE`
 
@@ -82,7 +80,9 @@ def served(card: Card, size: DecoderSize, weights: Weights, num_cards: int) -> S
     borders = crossover_of(card.compute_capability)
     form = weight_layout(weights, size, ceilings, borders, limits.max_num_seqs, DENSE_BYTES)
     room = usable_kv_room(size, form, ceilings, DENSE_BYTES)
-    return Served(ceilings, form, Batching(limits.max_num_seqs, limits.max_num_batched_tokens, room, BLOCK_SIZE))
+    return Served(
+        ceilings, form, Batching(limits.max_num_seqs, limits.max_num_batched_tokens, room, BLOCK_SIZES["cuda"])
+    )
 
 
 def stage_of(size: DecoderSize, num_stages: int) -> DecoderSize:
@@ -158,7 +158,7 @@ def rates(model: str) -> dict[tuple[str, int], list[float | None]]:
     `SETS`. None: does not fit, or one stage."""
     size, weights = model_size(model)
     found: dict[tuple[str, int], list[float | None]] = {}
-    for name, num_cards in product(CARDS, SIZES):
+    for name, num_cards in product(CARDS, GROUP_SIZES):
         cells = found[name, num_cards] = []
         for mean in SETS.values():
             requests = requests_of(mean, REQUESTS * num_cards)
@@ -173,16 +173,13 @@ def rates(model: str) -> dict[tuple[str, int], list[float | None]]:
 
 def speed_table(model: str) -> list[str]:
     """Return rows of tokens/s of a machine with 8 cards, and US dollars per million tokens."""
-    prices = load_prices()
     heads = [f"{name}: {kind}" for name in SETS for kind in KINDS]
     rows = [["card", "cards an engine", *heads], ["---", "---:", *["---:"] * len(heads)]]
     for (name, num_cards), cells in rates(model).items():
-        price = prices.price_of(name)
-        assert price is not None
-        assert price.on_demand_usd is not None
+        usd = find_card(name).on_demand_usd
+        assert usd is not None
         shown = [
-            "" if rate is None else f"{rate * max(SIZES):,.0f} ({price.on_demand_usd / 3600 / rate * 1e6:.2f})"
-            for rate in cells
+            "" if rate is None else f"{rate * max(GROUP_SIZES):,.0f} ({usd / 3600 / rate * 1e6:.2f})" for rate in cells
         ]
         if any(shown):
             rows.append([name, str(num_cards), *shown])
@@ -240,7 +237,7 @@ def all_reduce_table(hidden: int = 8192) -> list[str]:
     tokens = (1, 64, 512, 8192)
     rows = [["link", "cards", *(counted(each, "token") for each in tokens)], ["---", *["---:"] * (1 + len(tokens))]]
     for name, kind in (("H100 80GB SXM", "NVLink of an H100"), ("L40S", "PCIe 4")):
-        for num_cards in SIZES[1:]:
+        for num_cards in GROUP_SIZES[1:]:
             link = Ceilings.of_card(find_card(name), MEASURED, num_cards).link
             times = (all_reduce_seconds(each * hidden * DENSE_BYTES, num_cards, link) for each in tokens)
             rows.append([kind, str(num_cards), *(f"{seconds * 1e6:,.0f}" for seconds in times)])

@@ -13,7 +13,7 @@ from pipeline.doctor.check import Check, Setup
 from pipeline.errors import PipelineError
 
 if TYPE_CHECKING:
-    from pipeline.doctor.fit import MemoryTable
+    from pipeline.doctor.memory_table import MemoryTable
 
 __all__ = ["Check", "Setup", "diagnose", "exit_code", "memory_of"]
 
@@ -42,12 +42,12 @@ def diagnose(setup: Setup) -> Iterator[Check]:
 
 def memory_of(setup: Setup) -> "MemoryTable | None":
     """Return the memory of the model and of its sequences, here and on known cards. None without a model."""
-    config = job_checks.model_config(setup)
-    if config is None:
+    model = job_checks.served_model(setup)
+    if model is None:
         return None
-    from pipeline.doctor.fit import memory_table
+    from pipeline.doctor.memory_table import memory_table
 
-    return memory_table(config, setup)
+    return memory_table(model, setup.torch_device)
 
 
 def exit_code(checks: list[Check]) -> int:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.checkpoints.locate import NO_CHECKPOINT
 from pipeline.config import JobConfig
+from pipeline.engine.config import EngineConfig
 from pipeline.formatting import printable
 
 if TYPE_CHECKING:
@@ -35,22 +36,21 @@ class Check:
 
 @dataclass(frozen=True)
 class Setup:
-    """Model, input and output to check, where known. Storage options may be secret and are never shown."""
+    """Model, input and output to check, where known. Storage options may be secret and are never shown. engine: options
+    of the job; its own paths are not used."""
 
     model: str | None = None
     input: str | None = None
     output: str | None = None
     storage: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)  # by url prefix
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
+    engine: EngineConfig = field(default_factory=lambda: EngineConfig(""))
     job: JobConfig | None = field(default=None, repr=False)
 
     @classmethod
     def of_job(cls, job: JobConfig) -> "Setup":
         model = None if job.model.path == NO_CHECKPOINT else job.model.path
-        paths = (model, job.input.path, job.output.path)
-        return cls(*paths, job.storage_options, job.engine.device, job.engine.dtype, job.engine.kv_cache_dtype, job)
+        engine = job.engine_config(job.model.path, job.speculation.model)
+        return cls(model, job.input.path, job.output.path, job.storage_options, engine, job)
 
     @property
     def torch_device(self) -> "torch.device":
@@ -59,24 +59,7 @@ class Setup:
 
         from pipeline.machine.device import find_device
 
-        return find_device(self.device if torch.cuda.is_available() else "cpu")
-
-    @property
-    def activation_dtype(self) -> str:
-        return "auto" if self.job is None else self.job.engine.activation_dtype
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        return 1 if self.job is None else self.job.engine.tensor_parallel_size
-
-    @property
-    def cpu_offload_gb(self) -> float:
-        return 0.0 if self.job is None else self.job.engine.cpu_offload_gb
-
-    @property
-    def quantization(self) -> str:
-        """Return the job's quantization of the model's linears on load."""
-        return "none" if self.job is None else self.job.model.quantization
+        return find_device(self.engine.device if torch.cuda.is_available() else "cpu")
 
     def replacing(self, model: str | None, input: str | None, output: str | None) -> "Setup":
         """Return a copy with the arguments that are not None. Keeps the storage options."""

@@ -26,6 +26,7 @@ from pipeline.stores.filesystem import filesystem, local_path, storage_for
 from pipeline.stores.redaction import shown_url
 
 if TYPE_CHECKING:
+    from pipeline.estimate.fit import ServedModel
     from pipeline.model.config import ModelConfig
 
 
@@ -82,32 +83,21 @@ def _copy(url: str, setup: Setup) -> Iterator[Check]:
         yield Check("model", "copy", "failed", f"{folder}: differs from the download", todo)
 
 
-def model_config(setup: Setup) -> "ModelConfig | None":
-    """Return the model's config, or None if it cannot be read, which `model` reports."""
+def served_model(setup: Setup) -> "ServedModel | None":
+    """Return the model as the job loads it, or None if it cannot be read, which `model` reports."""
+    from pipeline.estimate.fit import ServedModel
+
     if setup.model is None:
         return None
     try:
         kind = model_kind(setup.model)
         if kind == "url":
             with _fetched_config(setup) as folder:
-                return _as_loaded(folder, setup)
+                return ServedModel.read(folder, setup.engine)
         folder = _cached(setup.model, setup) if kind == "id" else locate_model(setup.model)
-        return None if folder is None else _as_loaded(folder, setup)
+        return None if folder is None else ServedModel.read(folder, setup.engine)
     except (PipelineError, OSError):
         return None
-
-
-def _as_loaded(folder: Path, setup: Setup) -> "ModelConfig":
-    """Return the config after the job's quantization. Raises ConfigError if that or the activations are unsupported."""
-    from pipeline.engine.startup.resolve import check_activations, quantized_on_load
-    from pipeline.model.config import read_config
-    from pipeline.model.load import as_stored
-
-    config = quantized_on_load(read_config(folder), setup.quantization)
-    with suppress(ModelError):  # weights are in a store, or broken, which `_weights` reports
-        config = as_stored(config, folder)
-    check_activations(setup.activation_dtype, config.quantization)
-    return config
 
 
 @contextmanager
@@ -141,27 +131,22 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
     """Report the architecture in config.json, and whether the machine has enough memory."""
     import torch
 
-    from pipeline.doctor.fit import kv_type
-    from pipeline.engine.startup.memory import free_cpu_bytes, weight_bytes
-    from pipeline.kernels.select import default_dtype
-    from pipeline.model.config import DTYPES
+    from pipeline.estimate.fit import ServedModel
 
-    config, num_ranks = _as_loaded(folder, setup), setup.tensor_parallel_size
-    share = config.local(num_ranks)
+    model, device = ServedModel.read(folder, setup.engine), setup.torch_device
+    config = model.config
+    config.local(setup.engine.tensor_parallel_size)  # raises ConfigError if it cannot be divided
     stored = str(config.dtype).removeprefix("torch.")
     kind = stored if config.quantization is None else f"{config.quantization}, other weights {stored}"
     yield Check("model", "architecture", "ok", f"{config.parameters_text()}, {config.num_layers} layers, {kind}")
-    device = setup.torch_device
-    dtype = DTYPES.get(setup.dtype) or default_dtype(device, config.dtype)
-    adapters = _adapter_bytes(config, setup) * dtype.itemsize // 4
-    need = adapters + weight_bytes(share, device, dtype, activation_dtype=setup.activation_dtype)
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_cpu_bytes()
-    kv = share.kv_bytes_per_token(kv_type(setup, dtype))
-    if device.type == "cpu":  # all ranks share this machine's memory
-        need, kv = need * num_ranks, kv * num_ranks
+    fit = model.on_device(device)
+    adapters = _adapter_bytes(config, setup) * fit.dtype.itemsize // 4
+    need, kv = adapters + fit.weight_bytes, fit.kv_bytes_per_token
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else fit.memory_bytes
     context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
-    with_adapters = f" (adapters: {shown_bytes(adapters)})" if adapters else ""
-    weights = f"about {shown_bytes(need)} of weights{with_adapters} in {str(dtype).removeprefix('torch.')}"
+    others = ["a draft model"] * (model.draft is not None) + [f"adapters: {shown_bytes(adapters)}"] * bool(adapters)
+    included = f" (with {', '.join(others)})" if others else ""
+    weights = f"about {shown_bytes(need)} of weights{included} in {str(fit.dtype).removeprefix('torch.')}"
     found = f"{weights}; KV cache {kv:,} bytes a token, {context}; {shown_bytes(free)} free on {device.type}"
     if need > free:
         todo = "Use a smaller or quantized model, a smaller dtype, or a larger machine."

@@ -63,13 +63,13 @@ def devices(setup: Setup) -> Iterator[Check]:
             properties, (free, total) = torch.cuda.get_device_properties(i), torch.cuda.mem_get_info(i)
             kind = f"{properties.name}, compute capability {properties.major}.{properties.minor}"
             yield Check("devices", f"cuda:{i}", "ok", f"{kind}; {shown_bytes(free)} of {shown_bytes(total)} free")
-        if setup.tensor_parallel_size > (count := torch.cuda.device_count()):
-            found = f"{count}, but engine.tensor_parallel_size is {setup.tensor_parallel_size}"
+        if setup.engine.tensor_parallel_size > (count := torch.cuda.device_count()):
+            found = f"{count}, but engine.tensor_parallel_size is {setup.engine.tensor_parallel_size}"
             yield Check("devices", "GPUs of an engine", "failed", found, "Use a machine with more GPUs.")
-    elif os.path.exists("/dev/nvidiactl") or setup.device.startswith("cuda"):
+    elif os.path.exists("/dev/nvidiactl") or setup.engine.device.startswith("cuda"):
         build = "torch is a CPU build" if torch.version.cuda is None else f"torch for CUDA {torch.version.cuda}"
         todo = "Install torch's CUDA build and a recent driver (check with nvidia-smi), or set engine.device: cpu."
-        state: State = "failed" if setup.device.startswith("cuda") else "warning"
+        state: State = "failed" if setup.engine.device.startswith("cuda") else "warning"
         yield Check("devices", "cuda", state, f"no usable device ({build})", todo)
     else:
         yield Check("devices", "cuda", "ok", "no device; the engine uses the CPU")
@@ -132,13 +132,13 @@ def kernels(setup: Setup) -> Iterator[Check]:
         yield Check("kernels", "cache", "warning", note)
     if device.type == "cuda":
         keep_gpu_kernels_in(gpu_kernel_folder())
-    dtype = DTYPES.get(setup.dtype) or default_dtype(device, torch.bfloat16)
+    dtype = DTYPES.get(setup.engine.dtype) or default_dtype(device, torch.bfloat16)
     kernels = select_kernels(device, dtype)
-    if setup.activation_dtype != "auto":
+    if setup.engine.activation_dtype != "auto":
         try:
-            kernels = with_act_quant(kernels, setup.activation_dtype, device)
+            kernels = with_act_quant(kernels, setup.engine.activation_dtype, device)
         except ConfigError as error:
-            yield Check("kernels", f"activations in {setup.activation_dtype}", "failed", str(error), exit_code=2)
+            yield Check("kernels", f"activations in {setup.engine.activation_dtype}", "failed", str(error), exit_code=2)
     for operation, origin in sorted(kernels.backends.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cuda" and find_spec("triton") is not None:

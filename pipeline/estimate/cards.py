@@ -1,142 +1,180 @@
-"""Estimate a job's speed on the cards of `hardware.yaml` with the cost model.
+"""Speed and price of a model on the cards of `hardware.yaml`, by the cost model, and the settings that cost least.
 
-A sample of the job's requests runs through the simulated schedule of one engine, once with kernels at the card's data
-sheet and once at the engine's measured share of it (`roofline/shares.py`).
+Kernels reach the measured shares of the data sheet (`roofline/shares.py`). A job's time is that of a sample of its
+requests, simulated on one engine.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from pipeline.config import JobConfig
-from pipeline.engine.startup.batch_limits import BatchLimits, gpu_limits
-from pipeline.engine.startup.memory import offload_plan, usable_kv_room, weight_layout
-from pipeline.errors import ConfigError
-from pipeline.kernels.triton.linear.crossover import crossover_of
-from pipeline.model.config import ModelConfig
+import numpy as np
+import torch
+
+from pipeline.engine.startup.memory import weight_bytes, weights_of_steps
+from pipeline.estimate.fit import GROUP_SIZES, Fit, ServedModel
+from pipeline.formatting import counted, money
+from pipeline.kernels.cache import head_bytes
 from pipeline.roofline.cards import Card
-from pipeline.roofline.cost_model import AWQ, DENSE, DENSE_BYTES, Ceilings, DecoderSize, Weights
+from pipeline.roofline.cost_model import Ceilings, DecoderSize, Reached, StepLoad, Weights, step_seconds
 from pipeline.roofline.job_simulation import Batching, JobSeconds, RequestTokens, simulate_job
 from pipeline.roofline.shares import BOUND, MEASURED
 
-BLOCK_SIZE = 64  # tokens per KV block on a GPU
+CONTEXT = 512  # tokens of each sequence of `predicted_speed`, limited by the model's context
 LOAD_BYTES_PER_S = 1e9  # assumed speed of reading the checkpoint
 STARTUP_S = 40.0  # assumed start of a process with CUDA and its kernels
+MIN_GAIN = 0.03  # share of the cost; the cost model cannot resolve less
+
+
+@dataclass(frozen=True)
+class PredictedSpeed:
+    """Tokens per second of CONTEXT-token prompts alone, and of decoding `sequences` at once at such contexts."""
+
+    prompt_tokens_per_s: float
+    output_tokens_per_s: float
+    sequences: int
+
+
+def predicted_speed(card: Card, model: ServedModel, fit: Fit) -> PredictedSpeed | None:
+    """Return the speed of an engine on cards of this kind; None if it cannot run, or the cost model does not cover its
+    dtype."""
+    context = min(CONTEXT, model.config.max_position)
+    sequences = min(fit.num_sequences(context), fit.limits.max_num_seqs)
+    if fit.lacks or not sequences or fit.dtype.itemsize != 2:
+        return None
+    size, weights, value_bytes = _costs(card, model, fit)
+    ceilings = Ceilings.of_card(card, MEASURED, fit.num_cards)
+
+    def tokens_per_s(sequences: int, count: int) -> float:
+        step = StepLoad(np.full(sequences, count), np.full(sequences, context), sequences)
+        return step.num_tokens / step_seconds(step, size, weights, ceilings, value_bytes).total_s
+
+    prompts = max(fit.limits.max_num_batched_tokens // context, 1)
+    return PredictedSpeed(tokens_per_s(prompts, context), tokens_per_s(sequences, 1), sequences)
+
+
+def _costs(card: Card, model: ServedModel, fit: Fit) -> tuple[DecoderSize, Weights, float]:
+    """Return what the cost model needs: sizes, form of the weights, and bytes of one number in the KV cache."""
+    config, head_dim = model.config, model.config.head_dim
+    weights = weights_of_steps(config, card, model.engine.activation_dtype, fit.keeps_dense)
+    return config.size, replace(weights, host_bytes=fit.host_bytes), head_bytes(head_dim, fit.kv_dtype) / head_dim
 
 
 @dataclass(frozen=True)
 class OnCard:
-    """Simulation of a sample of requests on one engine of `num_cards` cards. best: kernels at the data sheet. expected:
-    kernels at the engine's share of it. Both are None if the job does not fit; `lacks` holds the reason."""
+    """One engine on `fit.num_cards` cards that computes a sample of requests. lacks: why it cannot; else empty."""
 
-    card: str
-    weights: str
-    kv_tokens: int
-    max_num_seqs: int
-    best: JobSeconds | None = None
-    expected: JobSeconds | None = None
-    load_s: float = 0.0
+    card: Card
+    model: ServedModel
+    fit: Fit
+    requests: Sequence[RequestTokens]
     lacks: str = ""
-    num_cards: int = 1
+
+    @property
+    def num_cards(self) -> int:
+        return self.fit.num_cards
+
+    @cached_property
+    def best(self) -> JobSeconds:
+        """The simulated job with kernels at the data sheet."""
+        return self._simulated(BOUND)
+
+    @cached_property
+    def expected(self) -> JobSeconds:
+        """The simulated job with kernels at the engine's share of the data sheet."""
+        return self._simulated(MEASURED)
+
+    def _simulated(self, reached: Reached) -> JobSeconds:
+        size, weights, value_bytes = _costs(self.card, self.model, self.fit)
+        limits, fit = self.fit.limits, self.fit
+        batching = Batching(limits.max_num_seqs, limits.max_num_batched_tokens, fit.kv_tokens, fit.block_size)
+        ceilings = Ceilings.of_card(self.card, reached, fit.num_cards)
+        return simulate_job(self.requests, size, weights, ceilings, batching, kv_value_bytes=value_bytes)
+
+    @property
+    def load_s(self) -> float:
+        """Assumed time of reading the checkpoint."""
+        config, activations = self.model.config, self.model.engine.activation_dtype
+        num_bytes = weight_bytes(
+            config, torch.device("cuda"), self.fit.dtype, keeps_dense=False, activation_dtype=activations
+        )
+        return num_bytes / LOAD_BYTES_PER_S
+
+    @property
+    def card_tokens_per_s(self) -> float:
+        """Expected prompt and generated tokens per second of each card."""
+        return self.expected.tokens_per_s / self.num_cards
+
+    @property
+    def usd_per_million(self) -> float | None:
+        """Expected price of 1M of these tokens; None if the card has none."""
+        usd = self.card.on_demand_usd
+        return None if usd is None else usd / 3600 / self.card_tokens_per_s * 1e6
+
+
+def on_card(card: Card, model: ServedModel, num_cards: int, requests: Sequence[RequestTokens]) -> OnCard:
+    """Return an engine over `num_cards` cards of this kind, perhaps with what it lacks."""
+    fit = model.on_card(card, num_cards)
+    lacks, longest = fit.lacks, max(request.prompt + request.output for request in requests)
+    if not lacks and fit.dtype.itemsize != 2:
+        lacks = "its speed is known in 16 bit only"
+    if not lacks and fit.kv_tokens < longest + fit.block_size:
+        cards = "its memory" if num_cards == 1 else f"the memory of {num_cards} cards"
+        lacks = f"the weights and one request do not fit {cards}"
+    return OnCard(card, model, fit, requests, lacks)
+
+
+def options_on(card: Card, models: Sequence[ServedModel], requests: Sequence[RequestTokens]) -> list[OnCard]:
+    """Return the engines that fit, of each model and each size of GROUP_SIZES."""
+    found = (on_card(card, model, num_cards, requests) for model in models for num_cards in GROUP_SIZES)
+    return [each for each in found if not each.lacks]
+
+
+def cheapest(options: Sequence[OnCard]) -> OnCard:
+    """Return the option of a card with the lowest cost per token; of nearly equal ones the first."""
+    fastest = max(option.card_tokens_per_s for option in options)
+    return next(option for option in options if option.card_tokens_per_s >= fastest * (1 - MIN_GAIN))
 
 
 @dataclass(frozen=True)
-class CardServing:
-    """Engine settings of the job on a card. None: the engine's default."""
+class Advice:
+    """A setting to change. key: the setting with its value. effect: saved share of the machine time (0.2: a fifth);
+    None if the advice is not about time."""
 
-    activation_dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    tensor_parallel_size: int = 1
-    cpu_offload_gb: float = 0.0
-
-    @classmethod
-    def from_job(cls, job: JobConfig) -> "CardServing":
-        engine = job.engine
-        return cls(
-            activation_dtype=engine.activation_dtype,
-            kv_cache_dtype=engine.kv_cache_dtype,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-            tensor_parallel_size=engine.tensor_parallel_size,
-            cpu_offload_gb=engine.cpu_offload_gb,
-        )
-
-    def offloaded(self, weights: Weights, size: DecoderSize) -> Weights:
-        """Return the weights with those of each card in host memory. Raises ConfigError as `offload_plan`."""
-        size = size.local(self.tensor_parallel_size)
-        linears = replace(weights, cached=False).resident_bytes(size) - 2 * size.head_parameters * DENSE_BYTES
-        plan = offload_plan([int(linears / size.layers)] * size.layers, self.cpu_offload_gb)
-        if plan is None:
-            return weights
-        return replace(weights, host_bytes=plan.host_bytes, staging_bytes=plan.staging_bytes)
+    key: str
+    reason: str
+    effect: float | None = None
 
 
-def kinds_of_weights(config: ModelConfig) -> dict[str, Weights]:
-    """Return the forms of the linear weights by name; the checkpoint's own form comes first."""
-    own = config.weights_on_card()
-    forms = {"16 bit": DENSE, "AWQ int4": AWQ, "fp8": Weights(int4=False, fp8=True)}
-    stored_name = "AWQ int4" if own.int4 else "16 bit"
-    return {stored_name: own, **{name: form for name, form in forms.items() if name != stored_name}}
+def advice_for_card(options: Sequence[OnCard], model: ServedModel) -> list[Advice]:
+    """Advise on the cards of an engine, then on the form of the model, by the cost per token. options: of one card."""
+    own = [option for option in options if option.model is model]
+    num_cards = model.engine.tensor_parallel_size
+    before = next((option for option in own if option.num_cards == num_cards), None)
+    advice: list[Advice] = []
+    for better in (cheapest(each) for each in (own, options) if each):
+        key = ", ".join(f"{name}: {value}" for name, value in _changes(better, model).items())
+        if before is None:
+            advice.append(Advice(key, f"the model does not fit {counted(num_cards, 'card')}"))
+        elif (gain := 1 - before.card_tokens_per_s / better.card_tokens_per_s) >= MIN_GAIN:
+            reason = f"{better.card_tokens_per_s:,.0f} tokens/s a card instead of {before.card_tokens_per_s:,.0f}"
+            if better.usd_per_million is not None:
+                reason += f", 1M tokens for {money(better.usd_per_million)} instead of {money(before.usd_per_million)}"
+            if better.model is not model:
+                reason += "; `pipeline eval` shows how outputs change"
+            advice.append(Advice(key, reason, gain))
+        else:
+            continue
+        before = better
+    return advice
 
 
-def limits_on(card: Card, config: ModelConfig, serving: CardServing, weights_name: str | None = None) -> BatchLimits:
-    """Return the rows and tokens of a step: the job's, else the engine's defaults. weights_name: see `on_card`."""
-    forms = kinds_of_weights(config)
-    weights = serving.offloaded(forms[weights_name or _default_form(forms, serving)], config.size)
-    packed = replace(weights, cached=False).resident_bytes(config.size.local(serving.tensor_parallel_size))
-    default = gpu_limits(card.memory_bytes, card.compute_capability, int(packed))
-    seqs, tokens = serving.max_num_seqs, serving.max_num_batched_tokens
-    if seqs is None:
-        seqs = min(default.max_num_seqs, tokens or default.max_num_seqs)
-    return BatchLimits(seqs, max(tokens or default.max_num_batched_tokens, seqs))
-
-
-def _default_form(forms: Mapping[str, Weights], serving: CardServing) -> str:
-    return "fp8" if serving.activation_dtype == "fp8" else next(iter(forms))
-
-
-def on_card(
-    card: Card,
-    config: ModelConfig,
-    serving: CardServing,
-    requests: Sequence[RequestTokens],
-    weights_name: str | None = None,
-) -> OnCard:
-    """Simulate `requests` on one engine over cards of this kind, or return what it lacks. weights_name: a key of
-    `kinds_of_weights`; by default the checkpoint's own form, or fp8 if activations are fp8."""
-    forms = kinds_of_weights(config)
-    name = weights_name or _default_form(forms, serving)
-    weights, size = forms[name], config.size
-    try:
-        limits = limits_on(card, config, serving, name)
-        weights = serving.offloaded(weights, size)
-    except ConfigError as error:
-        return OnCard(card.name, name, 0, 0, lacks=str(error))
-    seqs, tokens = limits.max_num_seqs, limits.max_num_batched_tokens
-    value_bytes = size.fp8_value_bytes if serving.kv_cache_dtype == "fp8" else DENSE_BYTES
-    num_cards = serving.tensor_parallel_size
-    base = OnCard(card.name, name, 0, seqs, num_cards=num_cards)
-    try:
-        config.local(num_cards)
-    except ConfigError as error:
-        return replace(base, lacks=str(error))
-    if weights.fp8 and card.fp8_flops is None:
-        return replace(base, lacks="has no fp8 products")
-    ceilings = Ceilings.of_card(card, BOUND, num_cards)
-    form = weight_layout(weights, size, ceilings, crossover_of(card.compute_capability), seqs, value_bytes)
-    room = usable_kv_room(size, form, ceilings, value_bytes)
-    longest = max(request.prompt + request.output for request in requests)
-    if room < longest + BLOCK_SIZE:
-        cards = "its memory" if num_cards == 1 else f"the memory of {num_cards} cards"
-        return replace(base, lacks=f"the weights and one request do not fit {cards}")
-    batching = Batching(seqs, tokens, room, BLOCK_SIZE)
-    try:
-        best, expected = (
-            simulate_job(requests, size, form, replace(ceilings, reached=reached), batching, 0, value_bytes)
-            for reached in (BOUND, MEASURED)
-        )
-    except ConfigError as error:
-        return replace(base, lacks=str(error))
-    load_s = (size.linear_parameters * form.read_bytes + 2 * size.head_parameters * DENSE_BYTES) / LOAD_BYTES_PER_S
-    return replace(base, kv_tokens=room, best=best, expected=expected, load_s=load_s)
+def _changes(option: OnCard, model: ServedModel) -> dict[str, object]:
+    """Return the keys of the job file by which an option differs from the job."""
+    engine, own = option.model.engine, model.engine
+    settings = {
+        "engine.tensor_parallel_size": (option.num_cards, own.tensor_parallel_size),
+        "model.quantization": (engine.quantization, own.quantization),
+        "engine.activation_dtype": (engine.activation_dtype, own.activation_dtype),
+    }
+    return {key: value for key, (value, before) in settings.items() if value != before}

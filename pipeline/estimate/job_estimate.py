@@ -6,8 +6,8 @@ job's run reuses its rows.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, date
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC
 from math import ceil
 from typing import Any
 
@@ -15,15 +15,12 @@ from pipeline.config import JobConfig
 from pipeline.config.sections.server import ServerSection
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import UNIT_TOKENS
-from pipeline.engine.startup.batch_limits import max_default_seqs
+from pipeline.engine.startup.batch_limits import BLOCK_SIZES, max_default_seqs
 from pipeline.errors import ConfigError
-from pipeline.estimate.cards import BLOCK_SIZE, STARTUP_S, CardServing, OnCard, on_card
-from pipeline.estimate.divisions import Division, cheapest, division_of, fitting_engines
+from pipeline.estimate.cards import STARTUP_S, Advice, OnCard, advice_for_card, cheapest, on_card, options_on
+from pipeline.estimate.fit import ServedModel
 from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts, tail
-from pipeline.estimate.measured import Speed, measured_speed
-from pipeline.estimate.pool import PoolEstimate
-from pipeline.estimate.prices import FILE, PriceList, load_prices
-from pipeline.estimate.recommend import Advice, advice_for_card, advice_for_division, advice_for_pool
+from pipeline.estimate.measured import PoolEstimate, Speed, measured_speed
 from pipeline.estimate.server_estimate import ServerEstimate, estimate_on_server
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.fingerprint import JOB
@@ -32,7 +29,6 @@ from pipeline.job.planning.plan import JobPlan, make_plan
 from pipeline.job.running.run import run_job
 from pipeline.job.telemetry.run_log import PLAN, load_runs
 from pipeline.machine.host import wall_time, zone_time
-from pipeline.model.config import read_config
 from pipeline.report.estimate import Estimate, Interval
 from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import no_phases
@@ -42,14 +38,27 @@ from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
-CPU_BLOCK_SIZE = 16
 MAX_SIMULATED = 2048  # requests in the simulated schedule of a card
+MIN_UNITS = 8  # of each engine; with fewer, engines wait long for the last unit
 MIN_BATCHES = 4  # full batches to simulate, so that the ramp-up and the tail have little weight
 
 
 @dataclass(frozen=True)
+class Option:
+    """Engine of a number of cards with a form of the weights. card_tokens_per_s: prompt and generated tokens of each
+    card. usd_per_million: of these tokens; None without a price."""
+
+    card: str
+    weights: str
+    num_cards: int
+    card_tokens_per_s: float
+    usd_per_million: float | None
+
+
+@dataclass(frozen=True)
 class JobEstimate:
-    """Estimate of a job. estimate: on this machine; None if its speed is unknown."""
+    """Estimate of a job. estimate: on this machine; None if its speed is unknown. options: of one card, if one was
+    named, and of those that the model needs several of."""
 
     job: str
     rows: int
@@ -62,9 +71,8 @@ class JobEstimate:
     estimate: Estimate | None
     here: tuple[PoolEstimate, ...]
     cards: tuple[PoolEstimate, ...]
-    divisions: tuple[Division, ...]
+    options: tuple[Option, ...]
     advice: tuple[Advice, ...]
-    doubts: tuple[str, ...] = field(default=())
 
     def to_json(self) -> dict[str, Any]:
         raw = asdict(replace(self, sample=replace(self.sample, requests=(), means=()), lengths=self.lengths))
@@ -82,20 +90,18 @@ def estimate_job(
     probe: int | None = None,
     hardware: Sequence[str] = (),
     actors: Sequence[int] = (),
-    prices: PriceList | None = None,
-    today: date | None = None,
     log: Callable[[str], None] = lambda text: None,
 ) -> JobEstimate | ServerEstimate:
-    """Estimate a job. hardware: names of cards, by default all known ones. actors: numbers of engines to compare, by
+    """Estimate a job. hardware: names of cards, by default all known ones, each perhaps with `=USD`, its price of an
+    hour. actors: numbers of engines to compare, by
     default the job's own. probe: number of rows to compute first; the job's run reuses them.
 
     Raises what planning a run raises, and ConfigError for an unknown card, or for options that a server does not have.
     """
     server = config.server
     if server is not None:
-        _check_options(server, hardware, actors, prices)
-    cards = [find_card(name, "--hardware") for name in hardware] or list(load_cards())
-    price_list = prices or load_prices(FILE)
+        _check_options(server, hardware, actors)
+    cards = [_priced_card(text) for text in hardware] or list(load_cards())
     if probe:
         log(f"computing a probe of {probe:,} rows")
         run_job(config, sample=probe)
@@ -111,9 +117,10 @@ def estimate_job(
     if server is not None:
         return estimate_on_server(plan, history, rows_left, runs_before, counts, sample)
     tokenize = job.tokenize(Tokenizer.from_folder(str(job.checkpoint), job.chat_template), wall_time())
-    block = BLOCK_SIZE if plan.device.startswith("cuda") else CPU_BLOCK_SIZE
+    model = ServedModel.read(job.checkpoint, job.engine_config())
+    block = BLOCK_SIZES[plan.device.partition(":")[0]]
     log(f"reading a sample of {min(sample, plan.num_rows):,} rows")
-    context = config.engine.max_model_len or read_config(job.checkpoint).max_position
+    context = config.engine.max_model_len or model.config.max_position
     prompts = sample_prompts(job, plan.source, tokenize, sample, block, context)
     if not prompts.requests:
         raise ConfigError(
@@ -134,13 +141,11 @@ def estimate_job(
     if speed is not None and computed_rows >= 1:
         here = tuple(_here(speed, work, n, config.cost.hourly_usd) for n in counts)
         estimate = _estimate(plan, runs_before, speed, work, lengths, prompt_tokens.expected * shared)
-    elsewhere, divided, advice = _on_cards(cards, plan, prompts, lengths, work, shared, counts, price_list)
-    advice += advice_for_pool(here, work.units, config.output.rows_per_file) if here else ()
-    compared_prices = PriceList(tuple(p for p in price_list.prices if any(p.card == c.name for c in cards)), 0.0)
-    doubts = tuple(compared_prices.doubts(today or wall_time().date()))
+    elsewhere, options, advice = _on_cards(cards, model, prompts, lengths, work, shared, counts)
+    advice += advice_for_pools(here, work.units, config.output.rows_per_file)
     return JobEstimate(
         config.name, plan.num_rows, rows_left, prompts, prompt_tokens, prompt_tokens.expected * shared, generated,
-        lengths, estimate, here, elsewhere, divided, advice, doubts,
+        lengths, estimate, here, elsewhere, options, advice,
     )  # fmt: skip
 
 
@@ -150,15 +155,27 @@ def save_estimate(config: JobConfig, estimate: Estimate) -> None:
     store.folder.replace(PLAN, json.dumps(estimate.to_json(), indent=1).encode())
 
 
-def _check_options(
-    server: ServerSection, hardware: Sequence[str], actors: Sequence[int], prices: PriceList | None
-) -> None:
+def _check_options(server: ServerSection, hardware: Sequence[str], actors: Sequence[int]) -> None:
     """Raise ConfigError for options of our own engine."""
-    for flag, value in (("--hardware", hardware), ("--prices", prices)):
-        if value:
-            raise ConfigError(f"{flag}: has no effect with a server, whose hardware is the server's; remove it")
+    if hardware:
+        raise ConfigError("--hardware: has no effect with a server, whose hardware is the server's; remove it")
     if server.base_url is not None and any(count > 1 for count in actors):
         raise ConfigError("--actors: must be 1 with server.base_url: one engine keeps all servers busy")
+
+
+def _priced_card(text: str) -> Card:
+    """Return the card of `--hardware CARD` or `CARD=USD`."""
+    name, sign, price = text.partition("=")
+    card = find_card(name, "--hardware")
+    if not sign:
+        return card
+    try:
+        usd = float(price)
+    except ValueError:
+        usd = 0.0
+    if not 0 < usd < float("inf"):
+        raise ConfigError(f"--hardware {text}: expected CARD=USD, the price of one card for an hour, such as h100=2.10")
+    return replace(card, on_demand_usd=usd, spot_usd=None)
 
 
 @dataclass(frozen=True)
@@ -246,52 +263,48 @@ def _estimate(
 
 def _on_cards(
     cards: Sequence[Card],
-    plan: JobPlan,
+    model: ServedModel,
     sample: PromptSample,
     lengths: OutputLengths,
     work: _Work,
     shared: float,
     counts: Sequence[int],
-    prices: PriceList,
-) -> tuple[tuple[PoolEstimate, ...], tuple[Division, ...], tuple[Advice, ...]]:
-    """Estimate each card with each number of engines, compare numbers of cards of an engine, and advise on settings.
-    shared: share of prompt tokens in prefixes of other rows."""
+) -> tuple[tuple[PoolEstimate, ...], tuple[Option, ...], tuple[Advice, ...]]:
+    """Estimate each card with each number of engines. Of one card, compare the forms of the model and numbers of cards
+    of an engine, and advise. shared: share of prompt tokens in prefixes of other rows."""
     if work.rows < 1:
         return (), (), ()
-    model, config = read_config(plan.job.checkpoint), plan.job.config
     pairs = [
         RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared) if i == 0 else again)), output)
         for r, output in zip(sample.requests, lengths.drawn, strict=True)
-        for again in [tail(len(r.prompt_token_ids), BLOCK_SIZE)]
+        for again in [tail(len(r.prompt_token_ids), BLOCK_SIZES["cuda"])]
         for i in range(r.params.n)
     ]
-    min_requests = MIN_BATCHES * (config.engine.max_num_seqs or max_default_seqs(on_gpu=True))
+    min_requests = MIN_BATCHES * (model.engine.max_num_seqs or max_default_seqs(on_gpu=True))
     pairs = (pairs * max(1, ceil(min_requests / len(pairs))))[:MAX_SIMULATED]
-    serving = CardServing.from_job(config)
     pools: list[PoolEstimate] = []
-    divided: tuple[Division, ...] = ()
-    advice: tuple[Advice, ...] = ()
+    options: list[OnCard] = []
+    advice: list[Advice] = []
     for card in cards:
-        found = on_card(card, model, serving, pairs)
-        if found.lacks or found.num_cards > 1 or len(cards) == 1:
-            engines = {each.num_cards: each for each in fitting_engines(card, model, serving, pairs)}
-            here = [division_of(each, prices) for each in engines.values()]
-            if found.lacks and here:
-                found = engines[cheapest(here).num_cards]
-            divided += tuple(here)
-        pools += [_card_pool(found, work, len(pairs), actors, prices) for actors in counts]
-        if len(cards) == 1 and not found.lacks:
-            advice = advice_for_division(divided, serving.tensor_parallel_size)
-            advice += advice_for_card(card, model, replace(serving, tensor_parallel_size=found.num_cards), pairs)
-    return tuple(pools), divided, advice
+        found, of_card = on_card(card, model, model.engine.tensor_parallel_size, pairs), []
+        if len(cards) == 1:
+            of_card = options_on(card, model.forms(), pairs)
+            advice = advice_for_card(of_card, model)
+        elif found.lacks or found.num_cards > 1:
+            of_card = options_on(card, [model], pairs)
+        options += of_card
+        if found.lacks and (own := [option for option in of_card if option.model is model]):
+            found = cheapest(own)
+        pools += [_card_pool(found, work, len(pairs), actors) for actors in counts]
+    compared = (Option(o.card.name, o.model.form, o.num_cards, o.card_tokens_per_s, o.usd_per_million) for o in options)
+    return tuple(pools), tuple(compared), tuple(advice)
 
 
-def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: PriceList) -> PoolEstimate:
-    nothing = Interval(0, 0, 0)
-    if found.best is None or found.expected is None:
-        return PoolEstimate(
-            found.card, actors, nothing, nothing, weights=found.weights, lacks=found.lacks, num_cards=found.num_cards
-        )
+def _card_pool(found: OnCard, work: _Work, requests: int, actors: int) -> PoolEstimate:
+    card, num_cards, nothing = found.card, found.num_cards, Interval(0, 0, 0)
+    pool = PoolEstimate(card.name, actors, nothing, nothing, weights=found.model.form, num_cards=num_cards)
+    if found.lacks:
+        return replace(pool, lacks=found.lacks)
     scale = work.sequences / requests / actors * work.imbalance(actors)
     start_s = STARTUP_S + found.load_s
     # The low end assumes the data sheet's speed, an upper bound. The high end is slower than expected by the same
@@ -304,15 +317,23 @@ def _card_pool(found: OnCard, work: _Work, requests: int, actors: int, prices: P
         (start_s + scale * found.expected.wall_s) * 1e6,
         (start_s + scale * slow_s * high) * 1e6,
     )
-    machine, price = each.times(actors), prices.price_of(found.card)
-    usd = spot = None
-    interruptions = prices.spot_interruptions_per_hour * machine.expected / 3.6e9
-    if price is not None and price.on_demand_usd is not None:
-        usd = machine.times(price.on_demand_usd * found.num_cards / 3.6e9)
-    if price is not None and price.spot_usd is not None:
-        lost = prices.spot_interruptions_per_hour * start_s / 3600  # a new machine starts and loads again
-        spot = machine.times(price.spot_usd * found.num_cards / 3.6e9 * (1 + lost))
-    basis = "the cost model, not measured"
-    return PoolEstimate(
-        found.card, actors, each, machine, usd, spot, interruptions, found.weights, basis, num_cards=found.num_cards
+    machine = each.times(actors)
+    usd, spot_usd = (
+        None if price is None else machine.times(price * num_cards / 3.6e9)
+        for price in (card.on_demand_usd, card.spot_usd)
+    )
+    return replace(
+        pool, wall_us=each, machine_us=machine, usd=usd, spot_usd=spot_usd, basis="the cost model, not measured"
+    )
+
+
+def advice_for_pools(pools: Sequence[PoolEstimate], units: float, unit_rows: int) -> tuple[Advice, ...]:
+    """Advise on the size of units where a pool has too few of them."""
+    return tuple(
+        Advice(
+            f"output.rows_per_file: {max(1, int(unit_rows * units / (MIN_UNITS * pool.actors)))}",
+            f"{units:.0f} units are too few for {pool.actors} engines: some would wait for the last units",
+        )
+        for pool in pools
+        if pool.actors > 1 and units < MIN_UNITS * pool.actors
     )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from pipeline.formatting import counted
 from pipeline.job.planning.history import Remembered
+from pipeline.report.estimate import Interval
 from pipeline.report.record.row_stats import Computed, RowStats
 from pipeline.report.record.run_record import RunRecord
 
@@ -21,6 +22,23 @@ MAX_RUNS = 3  # the newest runs represent the machine best
 MIN_TOKEN_SHARE = 0.5  # ignore runs with less than this share of the largest run's tokens
 DEFAULT_COMPARISON_COST = 2.0  # assumed time to compare a row with the reference model over the time to compute it
 FULL_BATCH_SHARE = 0.8  # mean share of the batch from which on a run counts as full
+
+
+@dataclass(frozen=True)
+class PoolEstimate:
+    """Estimate of a pool of engines with `num_cards` cards each. machine_us: of all engines together, until the last
+    one ends. usd: None without a price."""
+
+    machine: str
+    actors: int
+    wall_us: Interval
+    machine_us: Interval
+    usd: Interval | None = None
+    spot_usd: Interval | None = None
+    weights: str = ""
+    basis: str = ""
+    lacks: str = ""
+    num_cards: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Render a job's estimate as text for a terminal."""
 
-from pipeline.estimate.divisions import MACHINE, Division
-from pipeline.estimate.job_estimate import JobEstimate
-from pipeline.estimate.pool import PoolEstimate
+from pipeline.estimate.job_estimate import JobEstimate, Option
+from pipeline.estimate.measured import PoolEstimate
 from pipeline.estimate.server_estimate import ServerEstimate
 from pipeline.formatting import counted, duration, money, percent, printable, table
 from pipeline.report.estimate import Interval
 from pipeline.report.record.run_record import PHASES
+from pipeline.roofline.cards import price_source
 from pipeline.roofline.shares import source
 
 NOTHING_KNOWN = (
@@ -46,15 +46,15 @@ def text(found: JobEstimate | ServerEstimate, width: int | None = None) -> str:
         lines += ["", "  On cards, by the cost model; low, expected and high"]
         lines.append(_table(_card_rows(found.cards), width))
         lines += [f"    {pool.machine}: {pool.lacks}" for pool in found.cards if pool.lacks]
-        has_groups = any(pool.num_cards > 1 for pool in found.cards) or len(found.divisions) > 1
-        if has_groups:
-            lines += ["", f"  {MACHINE} cards as engines of one or several, expected"]
-            lines.append(_table(_division_rows(found.divisions), width))
+        if found.options:
+            lines += ["", "  Engines of one or several cards, and forms of the model, expected"]
+            lines.append(_table(_option_rows(found.options), width))
             lines.append(
                 "    `cards each` is engine.tensor_parallel_size. Engines of one card are replicas: run.actors."
             )
+        has_groups = any(each.num_cards > 1 for each in (*found.cards, *found.options))
         lines.append(f"    Expected: {source([pool.machine for pool in found.cards], has_groups)}.")
-    lines += [f"    {doubt[0].upper()}{doubt[1:]}." for doubt in found.doubts]
+        lines.append(f"    Prices: {price_source()}, or those of --hardware.")
     if found.advice:
         lines += ["", "  Suggestions"]
         for each in found.advice:
@@ -120,7 +120,6 @@ def _card_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
             "time",
             "low",
             "high",
-            "interruptions",
             "spot",
             "on demand",
             "low",
@@ -133,15 +132,12 @@ def _card_rows(pools: tuple[PoolEstimate, ...]) -> list[list[str]]:
         times = (duration(us / 1e6) for us in (p.wall_us.expected, p.wall_us.low, p.wall_us.high))
         usd = ["", "", ""] if p.usd is None else [money(v) for v in (p.usd.expected, p.usd.low, p.usd.high)]
         spot = "" if p.spot_usd is None else money(p.spot_usd.expected)
-        rows.append(
-            [p.machine, p.weights, f"{p.actors:,}", f"{p.num_cards}", *times, f"{p.interruptions:.1f}", spot, *usd]
-        )
+        rows.append([p.machine, p.weights, f"{p.actors:,}", f"{p.num_cards}", *times, spot, *usd])
     return rows
 
 
-def _division_rows(divisions: tuple[Division, ...]) -> list[list[str]]:
-    rows = [["card", "cards each", "engines", "tokens/s", "1M tokens"]]
-    for each in divisions:
-        rate, usd = f"{each.tokens_per_s:,.0f}", money(each.usd_per_million)
-        rows.append([each.card, f"{each.num_cards}", f"{each.num_engines}", rate, usd])
+def _option_rows(options: tuple[Option, ...]) -> list[list[str]]:
+    rows = [["card", "weights", "cards each", "tokens/s a card", "1M tokens"]]
+    for o in options:
+        rows.append([o.card, o.weights, f"{o.num_cards}", f"{o.card_tokens_per_s:,.0f}", money(o.usd_per_million)])
     return rows

@@ -18,8 +18,7 @@ from pipeline.checkpoints.locate import folder_here
 from pipeline.endpoint.spec import EndpointConfig
 from pipeline.errors import ModelError
 from pipeline.estimate.lengths import MIN_ERROR, sample_prompts
-from pipeline.estimate.measured import MAX_RUNS, MIN_SPREAD, MIN_TOKEN_SHARE
-from pipeline.estimate.pool import PoolEstimate
+from pipeline.estimate.measured import MAX_RUNS, MIN_SPREAD, MIN_TOKEN_SHARE, PoolEstimate
 from pipeline.formatting import counted
 from pipeline.job.planning.history import Remembered
 from pipeline.job.planning.plan import JobPlan

@@ -180,7 +180,7 @@ class ModelConfig:
         bits; if all of them support fp8 activations, they are one byte each. Experts stay as `bytes_on_gpu` says."""
         if self.quantization is None:
             return DENSE
-        form = replace(AWQ if is_int4(self.quantization) else DENSE, expert_bytes=bytes_on_gpu(self.quantization))
+        form = replace(AWQ if is_int4(self.quantization) else DENSE, expert_bytes=self.expert_bytes_on_gpu)
         if has_only_experts(self.quantization):
             return form
         group_size = self.quantization.group_size
@@ -188,6 +188,12 @@ class ModelConfig:
         if fp8 or form.int4:
             return replace(form, group_size=group_size or self.hidden_size, fp8=fp8)
         return form
+
+    @property
+    def expert_bytes_on_gpu(self) -> float:
+        """Bytes of an expert's weight on a GPU (`bytes_on_gpu`)."""
+        widths = {layer.experts.width for layer in self.layers if layer.experts is not None}
+        return bytes_on_gpu(self.quantization, (self.hidden_size, *widths))
 
     def num_parameters(self) -> int:
         """Return the number of parameters of linears and embeddings, without norms and biases."""

@@ -1,4 +1,4 @@
-"""Accelerators by name: memory, bandwidth and arithmetic rates from their vendors.
+"""Accelerators by name: memory, bandwidth and arithmetic rates from their vendors, and prices.
 
 Reads `hardware.yaml`, which is next to this file so that it is installed with the package. Properties of the actual
 machine come from torch, not from this file.
@@ -6,6 +6,7 @@ machine come from torch, not from this file.
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,7 +22,7 @@ class Card:
 
     Rates are peaks per second: dense, with sums in float32; None if the card has no such unit. compute_capability:
     major and minor, which determine the compiled kernels. nvlink_bytes_per_s, pcie_bytes_per_s: to other cards, in one
-    direction.
+    direction. on_demand_usd, spot_usd: price of an hour; None if unknown.
     """
 
     name: str
@@ -34,12 +35,24 @@ class Card:
     source: str
     device: str  # CUDA's name for the card
     compute_capability: tuple[int, int]
+    on_demand_usd: float | None = None
+    spot_usd: float | None = None
 
 
 def load_cards() -> tuple[Card, ...]:
     """Return the cards of `hardware.yaml`, in its order."""
-    cards = yaml.safe_load(FILE.read_text(encoding="utf-8"))["cards"]
-    return tuple(Card(**values | {"compute_capability": tuple(values["compute_capability"])}) for values in cards)
+    return tuple(
+        Card(**values | {"compute_capability": tuple(values["compute_capability"])}) for values in _read()["cards"]
+    )
+
+
+def price_source() -> str:
+    """Return the source of the prices, and their date."""
+    return _read()["prices"]
+
+
+def _read() -> dict[str, Any]:
+    return yaml.safe_load(FILE.read_text(encoding="utf-8"))
 
 
 def card_of_device(name: str) -> Card | None:

@@ -166,7 +166,7 @@ class Weights:
     of tokens. The cost of rounding activations is ignored, like other elementwise work.
 
     expert_bytes: bytes of one weight of an expert. Products of experts widen them in registers at any number of tokens.
-    host_bytes: weights in host memory, which each step copies to the card, into buffers of `staging_bytes`.
+    host_bytes: weights in host memory, which each step copies to the card.
     """
 
     int4: bool
@@ -176,7 +176,6 @@ class Weights:
     fp8: bool = False
     expert_bytes: float = DENSE_BYTES
     host_bytes: float = 0.0
-    staging_bytes: float = 0.0
 
     @property
     def packed_bytes(self) -> float:
@@ -191,11 +190,10 @@ class Weights:
         return self.packed_bytes if self.int4 else DENSE_BYTES
 
     def resident_bytes(self, size: DecoderSize) -> float:
-        """Return the bytes of the linears, the embedding and the head on the card (tied ones counted twice)."""
+        """Return the bytes of the linears, the embedding and the head (tied ones counted twice)."""
         cached_bytes = DENSE_BYTES if self.int4 and self.cached and not self.fp8 else 0.0
         linears = (size.linear_parameters - size.expert_parameters) * (self.read_bytes + cached_bytes)
-        offloaded = self.host_bytes - self.staging_bytes
-        return linears + size.expert_parameters * self.expert_bytes + 2 * size.head_parameters * DENSE_BYTES - offloaded
+        return linears + size.expert_parameters * self.expert_bytes + 2 * size.head_parameters * DENSE_BYTES
 
     def step_bytes(self, size: DecoderSize, num_tokens: float) -> float:
         """Return the minimum bytes of the linears and the head that a step of `num_tokens` reads."""

@@ -1,6 +1,6 @@
 """Selection of the reader for a checkpoint's `quantization_config`. Other formats are rejected by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import gcd
 from pathlib import Path
 from typing import Any, Protocol
@@ -99,14 +99,17 @@ def has_small_blocks(quantization: QuantFormat | None, num_inputs: int) -> bool:
     return gcd(quantization.group_size, num_inputs) % BLOCK != 0
 
 
-def bytes_on_gpu(quantization: QuantFormat | None) -> float:
-    """Return the bytes of an expert's weight on a GPU, including its share of the scales. The products of experts read
-    4-bit integers, e2m1, and e4m3 in whole blocks of 128 inputs as stored; other weights are widened to 16 bits."""
+def bytes_on_gpu(quantization: QuantFormat | None, inputs: Iterable[int] = ()) -> float:
+    """Return the bytes of an expert's weight on a GPU, including its share of the scales. inputs: numbers of inputs of
+    its linears, which groups made on load divide. The products of experts read 4-bit integers, e2m1, and e4m3 in whole
+    blocks of 128 inputs as stored; other weights are widened to 16 bits."""
     match quantization:
         case None | RoundToNearest(method="nf4") | GptqFormat(desc_act=True):
             return 2.0
         case _ if "int8" in linear_forms(quantization) or has_small_blocks(quantization, BLOCK):
             return 2.0
+        case RoundToNearest():
+            return quantization.bits / 8 + 4 / gcd(BLOCK, *inputs)
         case _:
             return quantization.bits / 8 + 4 / (quantization.group_size or BLOCK)
 

@@ -18,6 +18,7 @@ from pipeline.checkpoints.locate import resolve_model
 from pipeline.config import load_job
 from pipeline.demo import demo_model
 from pipeline.doctor import Check, Setup, diagnose, exit_code, machine_checks
+from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup import memory
 from pipeline.errors import ConfigError
 from pipeline.machine import host
@@ -125,12 +126,13 @@ def test_a_missing_tensor_of_the_index(tmp_path):
 
 def test_too_little_memory_and_too_small_a_vocabulary(tmp_path, monkeypatch):
     folder = copied(tmp_path / "m", vocab_size=1000)
-    monkeypatch.setattr("pipeline.engine.startup.memory.free_cpu_bytes", lambda: 2_000_000)
-    found = checks("model", model=str(folder), device="cpu", dtype="float32")
+    engine = EngineConfig("", device="cpu", dtype="float32")
+    monkeypatch.setattr("pipeline.estimate.fit.free_cpu_bytes", lambda: 2_000_000)
+    found = checks("model", model=str(folder), engine=engine)
     assert (found["memory"].state, found["memory"].exit_code) == ("failed", 3)
     assert found["tokenizer"].state == "warning"
-    monkeypatch.setattr("pipeline.engine.startup.memory.free_cpu_bytes", lambda: 2_600_000)
-    assert checks("model", model=str(folder), device="cpu", dtype="float32")["memory"].state == "warning"
+    monkeypatch.setattr("pipeline.estimate.fit.free_cpu_bytes", lambda: 2_600_000)
+    assert checks("model", model=str(folder), engine=engine)["memory"].state == "warning"
 
 
 def test_limits_of_control_groups_are_shown_with_their_source(monkeypatch):

@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,11 @@ import torch
 from benchmarks.shapes import SHAPES
 from pipeline.config import load_job
 from pipeline.demo import demo_model
-from pipeline.doctor import Setup, diagnose, fit, job_checks, machine_checks, memory_of, speed
-from pipeline.engine.startup.batch_limits import SMALL_GPU_LIMITS
-from pipeline.engine.startup.memory import OffloadPlan
+from pipeline.doctor import Setup, diagnose, job_checks, machine_checks, memory_of, memory_table
+from pipeline.engine.config import EngineConfig
+from pipeline.estimate import fit
+from pipeline.estimate.cards import predicted_speed
+from pipeline.estimate.fit import ServedModel
 from pipeline.kernels.cpu.linear import linear_bf16
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import load_cards
@@ -27,48 +30,53 @@ NUM_LINEAR = NUM_WEIGHTS - 1024 * 256  # without the embeddings, which are tied
 KV_BFLOAT16 = 2 * 4 * 2 * 64 * 2
 
 
+def places(setup: Setup) -> list[SimpleNamespace]:
+    """Return this machine and the cards as the command's JSON has them."""
+    found: dict[str, Any] = memory_of(setup).to_json()
+    return [SimpleNamespace(**each) for each in found["places"]]
+
+
+def on_cpu(**engine: str) -> Setup:
+    return Setup(model="demo:target", engine=EngineConfig("", device="cpu", **engine))
+
+
 def test_cards_have_room_in_the_rest_of_their_memory():
-    table = memory_of(Setup(model="demo:target"))
-    assert table.lengths == (512, 1024), "no longer than the model's context"
-    assert [device.name for device in table.places[1:]] == [card.name for card in load_cards()]
-    l4 = table.places[-2]
+    found = places(Setup(model="demo:target"))
+    assert memory_of(Setup(model="demo:target")).lengths == (512, 1024), "no longer than the model's context"
+    assert [device.name for device in found[1:]] == [card.name for card in load_cards()]
+    l4 = found[-2]
     assert (l4.name, l4.dtype, l4.memory_bytes, l4.weight_bytes) == ("L4", "bfloat16", 24 * 10**9, 2 * NUM_WEIGHTS)
     assert l4.kv_bytes_per_token == KV_BFLOAT16
     blocks = (21_600_000_000 - 2 * 2**30 - 2**29 - 2 * NUM_WEIGHTS) // (64 * KV_BFLOAT16)
-    assert l4.sequences == (blocks // 8, blocks // 16)
-    assert l4.sequences == (18_034, 9_017)
+    assert l4.sequences == [blocks // 8, blocks // 16] == [18_034, 9_017]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_this_machine_has_room_in_its_free_memory(monkeypatch, dtype):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
-    table = memory_of(Setup(model="demo:target", device="cpu", dtype=dtype))
-    here, width = table.places[0], 4 if dtype == "float32" else 2
+    here, width = places(on_cpu(dtype=dtype))[0], 4 if dtype == "float32" else 2
     embeddings = 2 * 2 * 1024 * 256  # a table and a linear, each stored in 16 bit
     assert here.weight_bytes == 2 * NUM_LINEAR + embeddings
     kv = KV_BFLOAT16 // 2 * width
     blocks = int((1_000_000_000 - here.weight_bytes) * 0.25) // (16 * kv)
-    assert here.sequences == (blocks // 32, blocks // 64)
+    assert here.sequences == [blocks // 32, blocks // 64]
 
 
 def test_a_cache_in_8_bits_holds_more(monkeypatch):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
-    wide, narrow = (
-        memory_of(Setup(model="demo:target", device="cpu", kv_cache_dtype=kind)) for kind in ("auto", "fp8")
-    )
-    assert (narrow.places[0].kv_dtype, narrow.places[-1].kv_dtype) == ("float8_e4m3fn", "float8_e4m3fn")
-    assert {device.kv_bytes_per_token for device in narrow.places} == {2 * 4 * 2 * (64 + 4)}
-    blocks = int((1_000_000_000 - narrow.places[0].weight_bytes) * 0.25) // (16 * 2 * 4 * 2 * (64 + 4))
-    assert narrow.places[0].sequences == (blocks // 32, blocks // 64)
-    assert narrow.places[-1].sequences[0] > 1.8 * wide.places[-1].sequences[0]
+    wide, narrow = (places(on_cpu(kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    assert (narrow[0].kv_dtype, narrow[-1].kv_dtype) == ("float8_e4m3fn", "float8_e4m3fn")
+    assert {device.kv_bytes_per_token for device in narrow} == {2 * 4 * 2 * (64 + 4)}
+    blocks = int((1_000_000_000 - narrow[0].weight_bytes) * 0.25) // (16 * 2 * 4 * 2 * (64 + 4))
+    assert narrow[0].sequences == [blocks // 32, blocks // 64]
+    assert narrow[-1].sequences[0] > 1.8 * wide[-1].sequences[0]
 
 
 def test_a_model_that_does_not_fit_leaves_no_room(monkeypatch):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000)
     small = replace(load_cards()[0], memory_bytes=2 * 2**30)
-    monkeypatch.setattr(fit, "load_cards", lambda: (small,))
-    table = memory_of(Setup(model="demo:target", device="cpu"))
-    assert [device.sequences for device in table.places] == [(0, 0), (0, 0)]
+    monkeypatch.setattr(memory_table, "load_cards", lambda: (small,))
+    assert [device.sequences for device in places(on_cpu())] == [[0, 0], [0, 0]]
 
 
 def test_sizes_by_format_equal_those_of_real_checkpoints():
@@ -103,9 +111,9 @@ def test_a_device_of_this_machine_reports_its_own_memory(monkeypatch, name, is_k
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (5, 24_000_000_000))
     properties = SimpleNamespace(name=name, major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    table = memory_of(Setup(model="demo:target"))
-    assert table.places[0].sequences == (18_034, 9_017)
-    assert table.places[0].speed == (table.places[-2].speed if is_known else None)
+    found = places(Setup(model="demo:target"))
+    assert found[0].sequences == [18_034, 9_017]
+    assert found[0].speed == (found[-2].speed if is_known else None)
 
 
 def write_70b(folder, is_awq):
@@ -120,11 +128,12 @@ def write_70b(folder, is_awq):
      (True, {"H200": 1, "H100 80GB SXM": 1, "A100 40GB SXM": 2, "L40S": 2, "L4": 4})],
 )  # fmt: skip
 def test_a_70b_model_is_divided_over_the_cards_that_it_needs(tmp_path, is_awq, cards):
-    table = memory_of(Setup(model=write_70b(tmp_path / "70b", is_awq)))
-    by_name = {each.name: each for each in table.places}
+    setup = Setup(model=write_70b(tmp_path / "70b", is_awq))
+    found, text = places(setup), memory_of(setup).to_text()
+    by_name = {each.name: each for each in found}
     assert {name: by_name[name].num_cards for name in cards} == cards
     linears, table_weights = 80 * (8192 * 10_240 + 8192 * 8192 + 3 * 8192 * 28_672), 2 * 8192 * 128_256
-    for device in table.places[1:]:
+    for device in found[1:]:
         n = device.num_cards
         packed = int(linears * (0.5 + 4 / 128)) if is_awq else 2 * linears
         assert device.weight_bytes == (packed + 2 * table_weights) // n
@@ -134,27 +143,26 @@ def test_a_70b_model_is_divided_over_the_cards_that_it_needs(tmp_path, is_awq, c
         assert device.step_bytes == (2 << 30) + (512 << 20)
         assert device.free_bytes == pytest.approx(0.1 * device.memory_bytes, abs=2)
         assert device.sequences[0] == device.kv_bytes // (64 * device.kv_bytes_per_token) // 8 > 0
-        assert device.speed.output_tokens_per_s > 0
-    here = table.places[0]
+        assert device.speed["output_tokens_per_s"] > 0
+    here = found[0]
     assert here.weight_bytes + here.kv_bytes + here.free_bytes == here.memory_bytes
-    row = next(line.split() for line in table.to_text().splitlines() if line.split()[:1] == ["L4"])
+    row = next(line.split() for line in text.splitlines() if line.split()[:1] == ["L4"])
     assert row[1] == str(cards["L4"])
-    assert "exchanges between cards assumed" in table.to_text()
-    assert table.to_json()["places"][1]["free_bytes"] == table.places[1].free_bytes
+    assert "exchanges between cards assumed" in text
 
 
 def test_a_job_decides_the_number_of_cards(tmp_path):
     folder = write_70b(tmp_path / "70b", is_awq=False)
-    eight = memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=8)).places
+    eight = places(of_job(tmp_path, model=folder, tensor_parallel_size=8))
     assert {each.num_cards for each in eight[1:]} == {8}
-    fewest = memory_of(of_job(tmp_path, model=folder)).places
-    assert eight[1].speed.output_tokens_per_s > fewest[1].speed.output_tokens_per_s
+    fewest = places(of_job(tmp_path, model=folder))
+    assert eight[1].speed["output_tokens_per_s"] > fewest[1].speed["output_tokens_per_s"]
     flops = 2 * (70_552_387_584 - 2 * 8192 * 128_256)  # of a token's linears
-    assert eight[1].speed.prompt_tokens_per_s * flops > load_cards()[0].bf16_flops, "more than one card can compute"
-    two = {each.name: each for each in memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=2)).places}
+    assert eight[1].speed["prompt_tokens_per_s"] * flops > load_cards()[0].bf16_flops, "more than one card can compute"
+    two = {each.name: each for each in places(of_job(tmp_path, model=folder, tensor_parallel_size=2))}
     assert (two["L4"].num_cards, set(two["L4"].sequences), two["L4"].speed) == (2, {0}, None)
     assert two["L4"].free_bytes < 0
-    three = memory_of(of_job(tmp_path, model=folder, tensor_parallel_size=3)).places
+    three = places(of_job(tmp_path, model=folder, tensor_parallel_size=3))
     assert all("64 query heads are not divisible" in each.lacks for each in three[1:])
 
 
@@ -176,6 +184,8 @@ def test_the_shares_of_several_ranks_are_counted(tmp_path, monkeypatch, device, 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2_000_000, 24_000_000_000))
+    properties = SimpleNamespace(name="NVIDIA L4", major=8, minor=9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
     dtype = {"device": device, "dtype": "float32"}
     one, two = (
         next(c for c in job_checks.model(of_job(tmp_path, tensor_parallel_size=n, **dtype)) if c.name == "memory")
@@ -190,45 +200,42 @@ def test_the_shares_of_several_ranks_are_counted(tmp_path, monkeypatch, device, 
         assert two.todo.startswith("Divide it over several GPUs with engine.tensor_parallel_size")
 
 
-def of_job(tmp_path, model="demo:target", quantization="none", **engine):
+def of_job(tmp_path, model="demo:target", quantization="none", speculation=None, **engine):
     """Return the setup of a job with these engine options."""
     job = {
         "input": {"path": "in"}, "prompt": {"column": "text"}, "output": {"path": "out"},
-        "model": {"path": model, "quantization": quantization}, "engine": engine,
+        "model": {"path": model, "quantization": quantization}, "engine": engine, "speculation": speculation or {},
     }  # fmt: skip
     (tmp_path / "job.yaml").write_text(json.dumps(job))
     return Setup.of_job(load_job(str(tmp_path / "job.yaml")))
 
 
 def test_the_quantized_form_of_the_job_is_counted(tmp_path, monkeypatch):
-    by_kind = {
-        kind: memory_of(of_job(tmp_path, quantization=kind)).places[-2] for kind in ("none", "int8", "int4-rtn", "nf4")
-    }
+    by_kind = {kind: places(of_job(tmp_path, quantization=kind))[-2] for kind in ("none", "int8", "int4-rtn", "nf4")}
     packed = int(NUM_LINEAR * (0.5 + 4 / 128))
     assert by_kind["none"].weight_bytes == 2 * NUM_WEIGHTS
     assert by_kind["int4-rtn"].weight_bytes == 2 * NUM_WEIGHTS + packed  # its 16-bit form fits next to it
     assert by_kind["int8"].weight_bytes == by_kind["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened on the card
-    here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="float32")).places[0]
+    here = places(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="float32"))[0]
     assert here.weight_bytes == int(NUM_LINEAR * (0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
-    widened = memory_of(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16")).places[0]
+    widened = places(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16"))[0]
     assert widened.weight_bytes == 2 * NUM_LINEAR + 2 * 2 * 1024 * 256
     for alone, per_weight in ((True, 0.5 + 3 / 128), (False, 2.5 + 8 / 128)):  # products of pairs, and oneDNN's
         monkeypatch.setattr(linear_bf16, "use_avx512_bf16", lambda alone=alone: alone)
-        here = memory_of(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16")).places[0]
+        here = places(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16"))[0]
         assert here.weight_bytes == int(NUM_LINEAR * per_weight) + 2 * 2 * 1024 * 256
 
 
 def test_fp8_of_a_job_is_counted_and_cards_without_it_are_listed(tmp_path):
-    plain = memory_of(of_job(tmp_path, model="demo:target-awq"))
-    table = memory_of(of_job(tmp_path, model="demo:target-awq", activation_dtype="fp8", kv_cache_dtype="fp8"))
-    by_name = {device.name: device for device in table.places}
+    plain = places(of_job(tmp_path, model="demo:target-awq"))
+    setup = of_job(tmp_path, model="demo:target-awq", activation_dtype="fp8", kv_cache_dtype="fp8")
+    by_name, text = {device.name: device for device in places(setup)}, memory_of(setup).to_text()
     h100, a100 = by_name["H100 80GB SXM"], by_name["A100 80GB SXM"]
     assert h100.weight_bytes == 2 * NUM_WEIGHTS - int(NUM_LINEAR * (1 - 4 / 128))
     assert h100.kv_dtype == "float8_e4m3fn"
-    assert h100.speed.prompt_tokens_per_s > plain.places[2].speed.prompt_tokens_per_s
+    assert h100.speed["prompt_tokens_per_s"] > plain[2].speed["prompt_tokens_per_s"]
     assert (a100.speed, a100.lacks.split(":")[0]) == (None, "engine.activation_dtype")
-    assert {device.name for device in table.places if device.lacks} == {"A100 80GB SXM", "A100 40GB SXM"}
-    text = table.to_text()
+    assert {device.name for device in by_name.values() if device.lacks} == {"A100 80GB SXM", "A100 40GB SXM"}
     assert "kernels as measured on one H200 (2026-11-26); on other cards assumed" in text
     assert (
         "A100 80GB SXM, A100 40GB SXM cannot run this: engine.activation_dtype: fp8 needs compute capability 8.9"
@@ -236,46 +243,55 @@ def test_fp8_of_a_job_is_counted_and_cards_without_it_are_listed(tmp_path):
     )
     row = next(line for line in text.splitlines() if line.strip().startswith("A100 40GB"))
     assert row.split()[-2:] == ["-", "-"]
-    only_cache = memory_of(of_job(tmp_path, model="demo:target-awq", kv_cache_dtype="fp8"))
-    assert not any(device.lacks for device in only_cache.places), "a cache in fp8 needs no units for it"
-    processors = memory_of(of_job(tmp_path, model="demo:target-awq", activation_dtype="int8"))
-    assert [device.lacks != "" for device in processors.places] == [False, *[True] * len(load_cards())]
+    only_cache = places(of_job(tmp_path, model="demo:target-awq", kv_cache_dtype="fp8"))
+    assert not any(device.lacks for device in only_cache), "a cache in fp8 needs no units for it"
+    processors = places(of_job(tmp_path, model="demo:target-awq", activation_dtype="int8"))
+    assert [device.lacks != "" for device in processors] == [False, *[True] * len(load_cards())]
 
 
 def test_weights_in_host_memory_are_not_on_the_card(tmp_path):
-    plain = memory_of(Setup(model="demo:target"))
-    table = memory_of(of_job(tmp_path, cpu_offload_gb=0.003))
+    plain, setup = places(Setup(model="demo:target")), of_job(tmp_path, cpu_offload_gb=0.003)
+    found, text = places(setup), memory_of(setup).to_text()
     layer = 2 * NUM_LINEAR // 4
-    for offloading, resident in zip(table.places[1:], plain.places[1:], strict=True):
+    for offloading, resident in zip(found[1:], plain[1:], strict=True):
         assert offloading.host_bytes == 3 * layer
         assert offloading.weight_bytes == resident.weight_bytes - (3 - 2) * layer
         assert offloading.sequences[-1] >= resident.sequences[-1]
-        assert offloading.speed.output_tokens_per_s <= resident.speed.output_tokens_per_s
-    h200 = table.places[1]
-    assert h200.copy_s == 3 * layer / 64e9
-    text = table.to_text()
+        assert offloading.speed["output_tokens_per_s"] <= resident.speed["output_tokens_per_s"]
+    assert found[1].copy_s == 3 * layer / 64e9
     assert "3.5 MB more of each card's weights in host memory (engine.cpu_offload_gb)" in text
     assert "0.0553 ms on H200, H100 80GB SXM\n" in text
-    assert table.places[0].lacks == "engine.cpu_offload_gb needs a GPU"
+    assert found[0].lacks == "engine.cpu_offload_gb needs a GPU"
     reason = "engine.cpu_offload_gb = 3.0: expected 0, or more than 2.4 MB"
-    too_much = memory_of(of_job(tmp_path, cpu_offload_gb=3))
-    assert all(device.lacks.startswith(reason) for device in too_much.places[1:])
-    assert too_much.to_text().count(reason) == 1
+    too_much = of_job(tmp_path, cpu_offload_gb=3)
+    assert all(device.lacks.startswith(reason) for device in places(too_much)[1:])
+    assert memory_of(too_much).to_text().count(reason) == 1
 
 
-def test_speed_follows_the_cost_model_and_the_measured_shares_of_the_data_sheet(tmp_path):
+def test_a_draft_model_is_counted(tmp_path):
+    speculation = {"method": "draft_model", "model": "demo:draft"}
+    plain, drafting = (of_job(tmp_path, model="demo:target-awq", speculation=each) for each in ({}, speculation))
+    for one, two in zip(places(plain), places(drafting), strict=True):
+        assert two.weight_bytes > one.weight_bytes
+        assert two.kv_bytes_per_token > one.kv_bytes_per_token
+    (found,) = (check.found for check in job_checks.model(drafting) if check.name == "memory")
+    assert "MB of weights (with a draft model)" in found
+
+
+def test_speed_follows_the_cost_model_and_the_measured_shares_of_the_data_sheet():
     (l40s,) = (card for card in load_cards() if card.name == "L40S")
-    l40s_device = memory_of(Setup(model="demo:target")).places[-3]
-    assert l40s_device.speed.sequences == 512
     config = read_config(demo_model("target"))
+    speed = places(Setup(model="demo:target"))[-3].speed
+    assert speed["sequences"] == 512
     tokens = StepLoad(np.ones(512, dtype=np.int64), np.full(512, 512), 512)
     step = step_seconds(tokens, config.size, config.weights_on_card(), Ceilings.of_card(l40s, MEASURED))
-    assert l40s_device.speed.output_tokens_per_s == pytest.approx(512 / step.total_s)
-    small = replace(l40s, memory_bytes=3 * 2**30)
-    assert speed.speed_on(small, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 0) is None
-    plan = OffloadPlan(layers=(0,), host_bytes=10**11, staging_bytes=0)
-    copying = speed.speed_on(l40s, config, SMALL_GPU_LIMITS, "auto", 2.0, False, 512, offload=plan)
-    assert copying.output_tokens_per_s == pytest.approx(MEASURED.host_copy * l40s.pcie_bytes_per_s / 10**11)
+    assert speed["output_tokens_per_s"] == pytest.approx(512 / step.total_s)
+    model = ServedModel(config, EngineConfig(""))
+    on_l40s = model.on_card(l40s, 1)
+    assert predicted_speed(l40s, model, replace(on_l40s, kv_bytes=0)) is None
+    copying = replace(on_l40s, limits=replace(on_l40s.limits, max_num_seqs=1), offload=fit.OffloadPlan((0,), 10**11, 0))
+    host_rate = MEASURED.host_copy * l40s.pcie_bytes_per_s / 10**11
+    assert predicted_speed(l40s, model, copying).output_tokens_per_s == pytest.approx(host_rate)
 
 
 def test_a_model_without_a_form_for_the_activations_is_a_config_error(tmp_path):

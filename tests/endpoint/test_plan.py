@@ -157,7 +157,6 @@ def test_engines_with_a_server_each_are_compared(tmp_path: Path, planned: Callab
     ("flags", "message"),
     [
         (["--hardware", "h100"], "--hardware: has no effect with a server"),
-        (["--prices", "pipeline/estimate/prices.yaml"], "--prices: has no effect with a server"),
         (["--actors", "1,2"], "--actors: must be 1 with server.base_url"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.doctor.check import Setup
 from pipeline.doctor.machine_checks import kernels
+from pipeline.engine.config import EngineConfig
 from pipeline.machine import numba
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def test_doctor_warns_of_a_numba_that_refuses(monkeypatch: pytest.MonkeyPatch) -
         raise ImportError(REFUSED)
 
     monkeypatch.setattr(numba, "import_module", refuse)
-    checks = {check.name: check for check in kernels(Setup(device="cpu"))}
+    checks = {check.name: check for check in kernels(Setup(engine=EngineConfig("", device="cpu")))}
     assert checks["numba threads"].state == "warning"
     assert checks["numba threads"].found == f"numba cannot be imported ({REFUSED})"
     assert "numba cannot be imported" in checks["attention"].found

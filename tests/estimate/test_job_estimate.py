@@ -91,7 +91,7 @@ def test_a_probe_is_enough_and_the_run_reuses_its_rows(tmp_path):
     (["--hardware", "h1000"], "--hardware h1000: no such card; expected one of H200"),
     (["--actors", "1,x"], "--actors 1,x: expected whole numbers"),
     (["--actors", "0"], "--actors 0: expected whole numbers"),
-    (["--prices", "none.yaml"], "--prices none.yaml"),
+    (["--hardware", "h100=free"], "--hardware h100=free: expected CARD=USD"),
 ])  # fmt: skip
 def test_wrong_options_are_named(tmp_path, args, message):
     result = CliRunner().invoke(cli, ["plan", *JOB, "--set", f"output.path={tmp_path}/out", *args])

@@ -36,7 +36,7 @@ def test_every_way_to_a_gpu_has_its_index(
     monkeypatch.setattr(resolve_module, "_default_limits", lambda *_: CPU_LIMITS)
     folder = make_family(tmp_path, Family("llama3", "llama"), seed=1)
     resolved = resolve(EngineConfig(str(folder), device=name), read_config(folder))
-    for device in (resolved.device, Setup(device=name).torch_device, find_device(name)):
+    for device in (resolved.device, Setup(engine=EngineConfig("", device=name)).torch_device, find_device(name)):
         torch.cuda.set_device(device)
     assert two_gpus == [index] * 3
 

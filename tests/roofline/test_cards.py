@@ -1,11 +1,12 @@
 """The cards: every figure is a number with a source, of a size that such cards have, and the wheel brings the file."""
 
+import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
-from pipeline.roofline.cards import FILE, load_cards
+from pipeline.roofline.cards import FILE, load_cards, price_source
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +29,8 @@ def test_every_card_is_whole_and_of_a_likely_size():
         assert card.pcie_bytes_per_s == (64e9 if card.compute_capability >= (9, 0) else 32e9)
         assert "NVIDIA" in card.source
         assert "20" in card.source
+        assert card.on_demand_usd is None or 0 < card.spot_usd < card.on_demand_usd < 10
+    assert re.search(r", 20\d\d-\d\d-\d\d$", price_source())
 
 
 def test_the_file_belongs_to_the_package():

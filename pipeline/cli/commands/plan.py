@@ -1,6 +1,5 @@
 """Command that estimates a job before it runs: plan."""
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -17,12 +16,11 @@ from pipeline.errors import ConfigError
               help="Number of rows to read and tokenize.")  # fmt: skip
 @click.option("--probe", type=click.IntRange(min=1), metavar="N",
               help="Compute N rows first and measure them; the job's run reuses them.")  # fmt: skip
-@click.option("--hardware", metavar="CARD", multiple=True,
-              help="Card of pipeline/roofline/hardware.yaml, such as h100; default: all. With one card, also suggest "
-              "settings for it. May be repeated.")  # fmt: skip
+@click.option("--hardware", metavar="CARD[=USD]", multiple=True,
+              help="Card of pipeline/roofline/hardware.yaml, such as h100, or with your price of an hour, h100=2.10. "
+              "Default: all, at listed prices. With one card, also compare settings for it. May be "
+              "repeated.")  # fmt: skip
 @click.option("--actors", metavar="N,N", help="Numbers of engines to compare: 1,8,64. Default: the job's.")
-@click.option("--prices", metavar="FILE", type=click.Path(),
-              help="Use these prices instead of pipeline/estimate/prices.yaml; same format.")  # fmt: skip
 @json_flag
 @handle_errors
 def plan(
@@ -31,7 +29,6 @@ def plan(
     probe: int | None,
     hardware: tuple[str, ...],
     actors: str | None,
-    prices: str | None,
     as_json: bool,
     **overlays: Any,
 ) -> None:
@@ -42,7 +39,7 @@ def plan(
       pipeline plan my.yaml
       pipeline plan my.yaml --probe 64           a new model: measure 64 rows first
       pipeline plan my.yaml --hardware h100 --actors 1,8,64
-      pipeline plan my.yaml --prices ours.yaml --json
+      pipeline plan my.yaml --hardware h100=2.10 --hardware l4=0.35 --json
 
     Prompt tokens are counted in a sample. Lengths of completions and the speed of this machine come from earlier runs,
     recorded in $PIPELINE_CACHE; figures for other cards come from a cost model. Each figure names its source.
@@ -55,7 +52,6 @@ def plan(
     """
     from pipeline.config import load_job
     from pipeline.estimate.job_estimate import estimate_job, save_estimate
-    from pipeline.estimate.prices import load_prices
     from pipeline.estimate.render import text
 
     config = load_job(job, **overlays)
@@ -65,7 +61,6 @@ def plan(
         probe=probe,
         hardware=hardware,
         actors=_counts(actors),
-        prices=load_prices(Path(prices)) if prices else None,
         log=print_message,
     )
     if found.estimate is not None:

@@ -1,4 +1,4 @@
-"""Default limits of sequences and tokens in a step, by machine. No torch."""
+"""Defaults by machine: limits of sequences and tokens in a step, and the size of KV blocks. No torch."""
 
 from dataclasses import dataclass
 
@@ -10,6 +10,9 @@ class BatchLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
 
+
+BLOCK_SIZES = {"cpu": 16, "cuda": 64}
+"""Default tokens of a KV block."""
 
 CPU_LIMITS = BatchLimits(64, 2048)
 SMALL_GPU_LIMITS, GPU_LIMITS = BatchLimits(256, 8192), BatchLimits(512, 8192)

@@ -12,13 +12,14 @@ from pipeline.errors import ConfigError
 from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.act_quant import rounds_all
 from pipeline.kernels.select import supports_int4_alone
-from pipeline.kernels.triton.linear.crossover import Crossover
+from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
 from pipeline.machine.cgroup import memory_limit
 from pipeline.model.config import ModelConfig, StoredParts
 from pipeline.model.offload import STAGING_BUFFERS, spread_layers
+from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
-from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, has_small_blocks, is_int4
+from pipeline.weights.formats import QuantFormat, has_only_experts, has_small_blocks, is_int4
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
 MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
@@ -132,7 +133,7 @@ def _bytes_per_parameter(
 ) -> tuple[float, float]:
     """Return the bytes per parameter of linears and of experts on a GPU."""
     form = None if has_only_experts(config.quantization) else config.quantization
-    expert_bytes = bytes_on_gpu(config.quantization)
+    expert_bytes = config.expert_bytes_on_gpu
     expert_bytes = dtype.itemsize if expert_bytes == DENSE_BYTES else expert_bytes
     cut = [(each.experts.width, each.is_gated) for each in config.layers if each.experts and each.experts.is_share]
     if cut and has_small_blocks(config.quantization, cut[0][0]):  # down is widened; the inputs of gate and up are whole
@@ -189,6 +190,16 @@ def dense_weights_fit(
     return weights + kv_tokens * config.kv_bytes_per_token(kv_dtype) + SLACK_BYTES <= budget_bytes
 
 
+def weights_of_steps(config: ModelConfig, card: Card, activation_dtype: str, keeps_dense: bool) -> Weights:
+    """Return the form of the weights for the cost model of steps. keeps_dense: see `dense_weights_fit`."""
+    crossover = crossover_of(card.compute_capability)
+    return replace(
+        config.weights_on_card(activation_dtype),
+        cached=keeps_dense,
+        fused_tokens=crossover.cached if keeps_dense else crossover.scratch,
+    )
+
+
 def kv_budget_bytes(
     device: torch.device, wanted: int | None, need: int, gpu_memory_utilization: float, step_bytes: int
 ) -> int:
@@ -220,8 +231,6 @@ def weight_layout(
     if weights.fp8 or not weights.int4:
         return weights
     scratch = replace(weights, cached=False, fused_tokens=borders.scratch)
-    if weights.host_bytes:
-        return scratch
     cached = replace(weights, cached=True, fused_tokens=borders.cached)
     if usable_kv_room(size, cached, card, kv_value_bytes) >= cache_before_dense(max_num_seqs, EXPECTED_TOKENS):
         return cached

@@ -8,12 +8,11 @@ because it has the least work besides its linears; with more sequences the devic
 import numpy as np
 
 from pipeline.engine.forward.graphs import mixed_sizes
-from pipeline.engine.startup.memory import weight_layout
+from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, weights_of_steps
 from pipeline.engine.startup.resolve import Resolved
-from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.cards import Card
-from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, StepLoad, Weights, step_seconds
+from pipeline.roofline.cost_model import Ceilings, DecoderSize, StepLoad, Weights, step_seconds
 from pipeline.roofline.shares import MEASURED
 
 LAUNCH_S = 250e-6
@@ -26,13 +25,17 @@ def max_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) 
     products and the reference computes them."""
     if card is None:
         return 0
-    ceilings, size = Ceilings.of_card(card, MEASURED), model.size
-    weights = model.weights_on_card(resolved.activation_dtype)
-    if weights.fp8 and ceilings.fp8_flops_per_s is None:
+    keeps_dense = resolved.offload is None and dense_weights_fit(
+        model,
+        resolved.dtype,
+        resolved.kv_dtype,
+        int(card.memory_bytes * resolved.gpu_memory_utilization),
+        cache_before_dense(resolved.max_num_seqs, resolved.max_model_len),
+    )
+    weights = weights_of_steps(model, card, resolved.activation_dtype, keeps_dense)
+    if weights.fp8 and card.fp8_flops is None:
         return 0
-    borders = crossover_of(card.compute_capability)
-    weights = weight_layout(weights, size, ceilings, borders, resolved.max_num_seqs, DENSE_BYTES)
-    return host_bound_tokens(size, weights, ceilings, resolved.max_num_batched_tokens)
+    return host_bound_tokens(model.size, weights, Ceilings.of_card(card, MEASURED), resolved.max_num_batched_tokens)
 
 
 def host_bound_tokens(size: DecoderSize, weights: Weights, ceilings: Ceilings, max_num_batched_tokens: int) -> int:

@@ -7,7 +7,7 @@ import torch
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.drafts.spec_decoder import MAX_CHECKED_TOKENS
 from pipeline.engine.speculation.config import SpeculationConfig
-from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits
+from pipeline.engine.startup.batch_limits import BLOCK_SIZES, CPU_LIMITS, BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import (
     OffloadPlan,
     free_cpu_bytes,
@@ -63,7 +63,6 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     """Fill in the open options of `config`. Raises ConfigError for options that the machine or model lacks."""
     _check_supported(config)
     device = find_device(config.device)
-    on_gpu = device.type == "cuda"
     dtype = _dtype(config.dtype, device, model)
     activation_dtype = _activation_dtype(config, model)
     offload = _offload(config, model, device, dtype)
@@ -93,7 +92,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        block_size=_positive("block_size", config.block_size, 64 if on_gpu else 16),
+        block_size=_positive("block_size", config.block_size, BLOCK_SIZES[device.type]),
         gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config.speculation_config),
         activation_dtype=activation_dtype,

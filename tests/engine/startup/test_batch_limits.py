@@ -11,7 +11,7 @@ import yaml
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, max_default_seqs
 from pipeline.engine.startup.resolve import Resolved, resolve
-from pipeline.estimate.cards import CardServing, limits_on
+from pipeline.estimate.fit import ServedModel
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.roofline.cards import Card, load_cards
 
@@ -51,7 +51,9 @@ def test_the_engine_uses_the_limits_of_the_plan(name: str, monkeypatch: pytest.M
     card = CARDS[name]
     assert limits_of(resolved_on(card, EIGHT_B, monkeypatch)) == EXPECTED[name]
     for model in (EIGHT_B, THIRTY_TWO_B):
-        assert limits_on(card, model, CardServing()) == limits_of(resolved_on(card, model, monkeypatch))
+        assert ServedModel(model, EngineConfig("")).on_card(card, 1).limits == limits_of(
+            resolved_on(card, model, monkeypatch)
+        )
 
 
 def test_large_steps_need_room_next_to_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +69,7 @@ def test_one_given_limit_changes_the_other_where_it_must(monkeypatch: pytest.Mon
         ({"max_num_seqs": 64}, BatchLimits(64, 16384)),
     ):
         assert limits_of(resolved_on(card, EIGHT_B, monkeypatch, **options)) == expected
-        assert limits_on(card, EIGHT_B, CardServing(**options)) == expected
+        assert ServedModel(EIGHT_B, EngineConfig("", **options)).on_card(card, 1).limits == expected
 
 
 def test_limits_of_a_cpu_and_of_presets_are_those_of_the_engine() -> None:

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from datetime import date
 
 import numpy as np
 import pyarrow as pa
@@ -299,7 +298,7 @@ def test_units_are_cut_by_prompts_and_completions_alone(make_job):
 def test_a_plan_expects_no_generated_tokens(make_job, monkeypatch):
     monkeypatch.setattr("pipeline.tokenization.tokenizer.Tokenizer.from_folder", lambda *given: FakeTokenizer())
     job = make_job("embed").rows(TEXTS)
-    found = estimate_job(job.config(), sample=50, hardware=("h100",), log=lambda text: None, today=date(2026, 11, 25))
+    found = estimate_job(job.config(), sample=50, hardware=("h100",), log=lambda text: None)
     assert found.generated.expected == 0
     assert found.cards
     assert "a task that generates nothing" in estimate_text(found)

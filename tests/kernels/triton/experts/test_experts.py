@@ -20,6 +20,7 @@ from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.launch import A100, H100, CompileTarget
 from pipeline.model.config import read_config
 from pipeline.weights.packed import DenseWeight, ExpertWeights, Fp8Weight, select_inputs, select_outputs
+from pipeline.weights.round_to_nearest import RoundToNearest
 from tests.kernels.experts import FORMS, random_experts, random_linear
 from tests.kernels.triton import problems
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, TYPES, recorded_launches
@@ -300,6 +301,21 @@ def test_memory_of_fp8_experts_is_planned_as_they_are_packed(block: int, num_ran
     linears = 2 * sum(rows * inputs for parts in local.linears(0).values() for _, rows, inputs in parts)
     (planned,) = layer_bytes_on_gpu(local, torch.float16, "auto")
     assert planned == linears + packed.gate_up.num_bytes + packed.down.num_bytes
+
+
+def test_memory_of_experts_that_are_quantized_on_load_has_their_groups(tmp_path: Path) -> None:
+    """Inputs that 128 does not divide, as in gpt-oss, have groups of 64."""
+    values = {"model_type": "qwen3_moe", "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 192}
+    (tmp_path / "config.json").write_text(json.dumps(small_config(192, 384, 1, 6, 6, head_dim=16) | values))
+    rounding = RoundToNearest("int4-rtn")
+    config = replace(read_config(tmp_path), quantization=rounding)
+    gate_up, down = (rounding.quantize(DenseWeight(normal(rows, 192), None), "w") for rows in (384, 192))
+    packed = prepared(ExpertWeights((gate_up,) * 2, (down,) * 2), torch.float16)
+    linears = sum(rows * inputs for parts in config.linears(0).values() for _, rows, inputs in parts)
+    (planned,) = layer_bytes_on_gpu(config, torch.float16, "auto")
+    experts = packed.gate_up.num_bytes + packed.down.num_bytes
+    assert planned == int(linears * (0.5 + 4 / 128)) + experts
+    assert experts == 2 * 3 * 192 * 192 * (0.5 + 4 / 64)
 
 
 def test_the_kernel_set_routes_and_prepares_experts() -> None:

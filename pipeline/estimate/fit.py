@@ -1,0 +1,223 @@
+"""Fit of a model on a device: the size of its weights, the KV cache that is left, and the limits of a step.
+
+Figures follow from config.json by the engine's own rules (`engine/startup/memory.py`), without reading weights. A
+card's memory is the data sheet's (`hardware.yaml`), assumed to be free.
+"""
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from pipeline.checkpoints.locate import folder_here
+from pipeline.engine.config import EngineConfig
+from pipeline.engine.startup.batch_limits import BLOCK_SIZES, CPU_LIMITS, BatchLimits, gpu_limits
+from pipeline.engine.startup.memory import (
+    CPU_SHARE,
+    SLACK_BYTES,
+    OffloadPlan,
+    cache_before_dense,
+    dense_weights_fit,
+    free_cpu_bytes,
+    layer_bytes_on_gpu,
+    offload_plan,
+    weight_bytes,
+)
+from pipeline.engine.startup.resolve import check_activations, quantized_on_load
+from pipeline.errors import ConfigError, ModelError
+from pipeline.kernels.activations.act_quant import rounds_all
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
+from pipeline.kernels.cache import FP8
+from pipeline.kernels.select import default_dtype
+from pipeline.model.config import DTYPES, ModelConfig, read_config
+from pipeline.model.load import as_stored
+from pipeline.roofline.cards import Card
+
+GROUP_SIZES = (1, 2, 4, 8)  # cards of an engine
+STEP_BYTES = 2 << 30  # estimate of the largest step on a GPU; the engine measures it at startup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """Fit of a model on one device, or on a group of `num_cards` of them.
+
+    memory_bytes: of each device: the sum of weight_bytes (its share of the model, and the draft model), kv_bytes (of
+    the KV cache), step_bytes (of the largest step and of libraries) and free_bytes, which is negative if the weights do
+    not fit. kv_bytes_per_token: of each device's share of the KV cache. keeps_dense: 4-bit weights have a 16-bit copy.
+    offload: weights in host memory, which weight_bytes excludes. lacks: a feature that the job requires and the device
+    lacks, so that a run would fail; else empty.
+    """
+
+    name: str
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    memory_bytes: int
+    weight_bytes: int
+    kv_bytes: int
+    kv_bytes_per_token: int
+    block_size: int
+    limits: BatchLimits
+    step_bytes: int = 0
+    num_cards: int = 1
+    keeps_dense: bool = False
+    offload: OffloadPlan | None = None
+    lacks: str = ""
+
+    @property
+    def free_bytes(self) -> int:
+        return self.memory_bytes - self.weight_bytes - self.kv_bytes - self.step_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self.offload is None else self.offload.host_bytes
+
+    @property
+    def kv_tokens(self) -> int:
+        """Capacity of the KV cache, in whole blocks."""
+        return self.kv_bytes // (self.block_size * self.kv_bytes_per_token) * self.block_size
+
+    def num_sequences(self, length: int) -> int:
+        """Return the number of sequences of `length` tokens whose keys and values fit at once."""
+        return self.kv_tokens // (-(-length // self.block_size) * self.block_size)
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as an engine loads it.
+
+    config: with its quantization on load. draft: its draft model, which one card of a group holds; None: there is none,
+    or it is not on this machine.
+    """
+
+    config: ModelConfig
+    engine: EngineConfig
+    draft: ModelConfig | None = None
+
+    @classmethod
+    def read(cls, folder: Path, engine: EngineConfig) -> "ServedModel":
+        """Read the model in `folder` as `engine` loads it. Raises ConfigError if it does not support the quantization
+        or the activations."""
+        config = quantized_on_load(read_config(folder), engine.quantization)
+        with suppress(ModelError):  # the weights are in a store, or broken
+            config = as_stored(config, folder)
+        check_activations(engine.activation_dtype, config.quantization)
+        path = engine.speculation_config.model
+        draft = None if path is None else folder_here(path)
+        return cls(config, engine, None if draft is None else read_config(draft))
+
+    @property
+    def form(self) -> str:
+        """Description of the weights and activations."""
+        stored = self.config.quantization
+        bits = 8 * self.config.dtype.itemsize if stored is None else stored.bits
+        activations = self.engine.activation_dtype
+        return f"{bits} bit" if activations == "auto" else f"{bits} bit, {activations}"
+
+    def forms(self) -> list["ServedModel"]:
+        """Return the model as it is, then the forms that the job file can choose: 4-bit weights, and fp8 products."""
+        found = [self]
+        if self.config.quantization is None:
+            method = "int4-rtn"
+            quantized = quantized_on_load(self.config, method)
+            found.append(replace(self, config=quantized, engine=replace(self.engine, quantization=method)))
+        if self.engine.activation_dtype == "auto" and not self.engine.deterministic:
+            found += [
+                replace(each, engine=replace(each.engine, activation_dtype="fp8"))
+                for each in found
+                if rounds_all("fp8", each.config.quantization)
+            ]
+        return found
+
+    def on_device(self, device: torch.device) -> Fit:
+        """Return the fit on this machine: on its GPUs, or in the free memory of its processors."""
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            memory, capability = torch.cuda.mem_get_info(device)[1], (properties.major, properties.minor)
+            return self._on_gpu("this machine's GPU", memory, capability, self.engine.tensor_parallel_size)
+        dtype, kv_dtype = self._dtypes(device)
+        weights = weight_bytes(self.config, device, dtype, activation_dtype=self.engine.activation_dtype)
+        if self.draft is not None:
+            weights += weight_bytes(self.draft, device, dtype)
+        free = free_cpu_bytes()
+        return Fit(
+            name="this machine (free)",
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            memory_bytes=free,
+            weight_bytes=weights,
+            kv_bytes=max(0, int((free - weights) * CPU_SHARE)),
+            kv_bytes_per_token=self._kv_bytes_per_token(self.config, kv_dtype),
+            block_size=self.engine.block_size or BLOCK_SIZES["cpu"],
+            limits=self._limits(CPU_LIMITS),
+            lacks="engine.cpu_offload_gb needs a GPU" if self.engine.cpu_offload_gb else "",
+        )
+
+    def on_card(self, card: Card, num_cards: int) -> Fit:
+        """Return the fit on a group of `num_cards` cards."""
+        return self._on_gpu(card.name, card.memory_bytes, card.compute_capability, num_cards)
+
+    def _on_gpu(self, name: str, memory_bytes: int, capability: tuple[int, int], num_cards: int) -> Fit:
+        gpu, engine, config, offload = torch.device("cuda"), self.engine, self.config, None
+        dtype, kv_dtype = self._dtypes(gpu)
+        lacks = _lacking(engine.activation_dtype, capability)
+        try:
+            config = config.local(num_cards)
+            layers = layer_bytes_on_gpu(config, dtype, engine.activation_dtype)
+            offload = offload_plan(layers, engine.cpu_offload_gb)
+        except ConfigError as error:
+            lacks = lacks or str(error)
+        freed = 0 if offload is None else offload.freed_bytes
+        packed = weight_bytes(config, gpu, dtype, keeps_dense=False, activation_dtype=engine.activation_dtype) - freed
+        limits = self._limits(gpu_limits(memory_bytes, capability, packed))
+        cached_tokens = cache_before_dense(limits.max_num_seqs, engine.max_model_len or config.max_position)
+        draft = draft_cache = 0
+        if self.draft is not None:
+            draft = weight_bytes(self.draft, gpu, dtype, keeps_dense=False)
+            draft_cache = cached_tokens * self.draft.kv_bytes_per_token(kv_dtype)
+        budget = int(memory_bytes * engine.gpu_memory_utilization) - draft
+        keeps_dense = offload is None and dense_weights_fit(
+            config, dtype, kv_dtype, budget - draft_cache, cached_tokens
+        )
+        weights = weight_bytes(config, gpu, dtype, keeps_dense, engine.activation_dtype) - freed
+        return Fit(
+            name=name,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            memory_bytes=memory_bytes,
+            weight_bytes=weights + draft,
+            kv_bytes=max(0, budget - STEP_BYTES - SLACK_BYTES - weights),
+            kv_bytes_per_token=self._kv_bytes_per_token(config, kv_dtype),
+            block_size=engine.block_size or BLOCK_SIZES["cuda"],
+            limits=limits,
+            step_bytes=STEP_BYTES + SLACK_BYTES,
+            num_cards=num_cards,
+            keeps_dense=keeps_dense,
+            offload=offload,
+            lacks=lacks,
+        )
+
+    def _dtypes(self, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+        """Return the dtype of computing and that of the KV cache."""
+        dtype = DTYPES.get(self.engine.dtype) or default_dtype(device, self.config.dtype)
+        return dtype, FP8 if self.engine.kv_cache_dtype == "fp8" else dtype
+
+    def _kv_bytes_per_token(self, share: ModelConfig, kv_dtype: torch.dtype) -> int:
+        draft = 0 if self.draft is None else self.draft.kv_bytes_per_token(kv_dtype)
+        return share.kv_bytes_per_token(kv_dtype) + draft
+
+    def _limits(self, default: BatchLimits) -> BatchLimits:
+        """Return the engine's own limits of a step, else the defaults."""
+        tokens = self.engine.max_num_batched_tokens
+        seqs = self.engine.max_num_seqs or min(default.max_num_seqs, tokens or default.max_num_seqs)
+        return BatchLimits(seqs, max(tokens or default.max_num_batched_tokens, seqs))
+
+
+def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
+    """Return the feature that a GPU lacks and that `with_act_quant` would refuse, or an empty string."""
+    if activation_dtype == "int8":
+        return "engine.activation_dtype: int8 runs on CPUs only"
+    if activation_dtype != "auto" and capability < MIN_CAPABILITY:
+        needed, has = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, capability))
+        return f"engine.activation_dtype: {activation_dtype} needs compute capability {needed}, this card has {has}"
+    return ""
