@@ -17,6 +17,7 @@ from pipeline.weights.round_to_nearest import RoundToNearest
 from pipeline.weights.tensor_reader import StoredLinear
 
 BLOCK = 128  # on a GPU, scales cover at most this many inputs
+CHUNK = 256  # on a GPU, the inputs of 4-bit integers are padded to whole chunks
 
 
 class QuantFormat(Protocol):
@@ -109,9 +110,16 @@ def bytes_on_gpu(quantization: QuantFormat | None, inputs: Iterable[int] = ()) -
         case _ if "int8" in linear_forms(quantization) or has_small_blocks(quantization, BLOCK):
             return 2.0
         case RoundToNearest():
-            return quantization.bits / 8 + 4 / gcd(BLOCK, *inputs)
+            padded = max((-(-num_inputs // CHUNK) * CHUNK / num_inputs for num_inputs in inputs), default=1.0)
+            return padded * (0.5 + int4_group_bytes(quantization) / gcd(BLOCK, *inputs))
         case _:
             return quantization.bits / 8 + 4 / (quantization.group_size or BLOCK)
+
+
+def int4_group_bytes(quantization: QuantFormat) -> int:
+    """Return the bytes of the scale and zero point of a group of 4-bit integers on a GPU: 16 bits each, which hold a
+    checkpoint's scales, but not exactly those that are made on load."""
+    return 8 if isinstance(quantization, RoundToNearest) else 4
 
 
 def read_format(config: dict[str, Any], path: Path) -> QuantFormat:

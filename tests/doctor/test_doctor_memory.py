@@ -212,7 +212,7 @@ def of_job(tmp_path, model="demo:target", quantization="none", speculation=None,
 
 def test_the_quantized_form_of_the_job_is_counted(tmp_path, monkeypatch):
     by_kind = {kind: places(of_job(tmp_path, quantization=kind))[-2] for kind in ("none", "int8", "int4-rtn", "nf4")}
-    packed = int(NUM_LINEAR * (0.5 + 4 / 128))
+    packed = int(NUM_LINEAR * (0.5 + 8 / 128))  # scales made on load have 32 bits
     assert by_kind["none"].weight_bytes == 2 * NUM_WEIGHTS
     assert by_kind["int4-rtn"].weight_bytes == 2 * NUM_WEIGHTS + packed  # its 16-bit form fits next to it
     assert by_kind["int8"].weight_bytes == by_kind["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened on the card

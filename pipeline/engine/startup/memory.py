@@ -19,7 +19,7 @@ from pipeline.model.offload import STAGING_BUFFERS, spread_layers
 from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
 from pipeline.roofline.job_simulation import kv_room
-from pipeline.weights.formats import QuantFormat, has_only_experts, has_small_blocks, is_int4
+from pipeline.weights.formats import QuantFormat, has_only_experts, has_small_blocks, int4_group_bytes, is_int4
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
 MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
@@ -151,7 +151,7 @@ def _linear_bytes_on_gpu(
     if quantization is None or not is_int4(quantization):
         return dtype.itemsize
     group_size = min(quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)
-    return 0.5 + 4 / group_size + (dtype.itemsize if keeps_dense else 0)  # a 16-bit scale and zero point each
+    return 0.5 + int4_group_bytes(quantization) / group_size + (dtype.itemsize if keeps_dense else 0)
 
 
 def release_cached_memory() -> None:
