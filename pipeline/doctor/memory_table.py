@@ -20,7 +20,7 @@ INT4_GROUP = 128  # inputs per scale of the int4 weights whose size is shown
 
 
 @dataclass(frozen=True)
-class Place:
+class OnDevice:
     """Fit of a model on a device. card: None for a device that `hardware.yaml` does not list. speed: None if it is not
     known or no sequence fits."""
 
@@ -47,22 +47,22 @@ class MemoryTable:
 
     checkpoint_bytes: dict[str, int]
     lengths: tuple[int, ...]
-    places: tuple[Place, ...]
+    devices: tuple[OnDevice, ...]
 
-    def sequences(self, place: Place) -> list[int]:
+    def sequences(self, each: OnDevice) -> list[int]:
         """Return the number of sequences of each of `lengths` tokens that fit at once."""
-        return [place.fit.num_sequences(length) for length in self.lengths]
+        return [each.fit.num_sequences(length) for length in self.lengths]
 
     def to_json(self) -> dict[str, Any]:
         names = ("name", "num_cards", "memory_bytes", "weight_bytes", "kv_bytes", "kv_bytes_per_token", "step_bytes",
                  "free_bytes", "host_bytes", "lacks")  # fmt: skip
-        places = [
+        devices = [
             {name: getattr(each.fit, name) for name in names}
             | {"dtype": _shown(each.fit.dtype), "kv_dtype": _shown(each.fit.kv_dtype)}
             | {"sequences": self.sequences(each), "copy_s": each.copy_s, "speed": each.speed and vars(each.speed)}
-            for each in self.places
+            for each in self.devices
         ]
-        return {"checkpoint_bytes": self.checkpoint_bytes, "lengths": self.lengths, "places": places}
+        return {"checkpoint_bytes": self.checkpoint_bytes, "lengths": self.lengths, "devices": devices}
 
     def to_text(self, width: int | None = None) -> str:
         files = "; ".join(f"{form} {shown_bytes(size)}" for form, size in self.checkpoint_bytes.items())
@@ -70,16 +70,16 @@ class MemoryTable:
         parts = ["memory", "weights", "cache", "step", "free"]
         head = ["device", "cards", *parts, "dtype", "KV", "a token", *lengths, "prompts/s", "out/s"]
         rows = []
-        for place in self.places:
-            fit, speed = place.fit, place.speed
+        for each in self.devices:
+            fit, speed = each.fit, each.speed
             sizes = fit.memory_bytes, fit.weight_bytes, fit.kv_bytes, fit.step_bytes, fit.free_bytes
             memory = [shown_bytes(size) if size >= 0 else "" for size in sizes]
-            fits = ["-" if fit.lacks else f"{count:,}" for count in self.sequences(place)]
+            fits = ["-" if fit.lacks else f"{count:,}" for count in self.sequences(each)]
             rates = () if speed is None else (speed.prompt_tokens_per_s, speed.output_tokens_per_s)
             shown = [f"{rate:,.0f}" for rate in rates] or ["", ""]
             kinds = _shown(fit.dtype), _shown(fit.kv_dtype), f"{fit.kv_bytes_per_token:,}"
             rows.append([fit.name, f"{fit.num_cards}", *memory, *kinds, *fits, *shown])
-        names, has_groups = [p.fit.name for p in self.places], any(p.fit.num_cards > 1 for p in self.places)
+        names, has_groups = [p.fit.name for p in self.devices], any(p.fit.num_cards > 1 for p in self.devices)
         return "\n".join(
             [
                 "memory of the model",
@@ -97,22 +97,22 @@ class MemoryTable:
     def _lacking(self) -> list[str]:
         """Return one line for each reason why devices cannot run this."""
         names: dict[str, list[str]] = {}
-        for place in self.places:
-            if place.fit.lacks:
-                names.setdefault(place.fit.lacks, []).append(place.fit.name)
+        for each in self.devices:
+            if each.fit.lacks:
+                names.setdefault(each.fit.lacks, []).append(each.fit.name)
         return [f"    {', '.join(lacking)} cannot run this: {reason}" for reason, lacking in names.items()]
 
     def _host_memory(self) -> list[str]:
         """Return the lines about weights in host memory."""
-        offloading = [place for place in self.places if place.fit.host_bytes and not place.fit.lacks]
+        offloading = [each for each in self.devices if each.fit.host_bytes and not each.fit.lacks]
         if not offloading:
             return []
         floors: dict[float, list[str]] = {}
-        for place in offloading:
-            if place.copy_s is not None:
-                floors.setdefault(place.copy_s, []).append(place.fit.name)
+        for each in offloading:
+            if each.copy_s is not None:
+                floors.setdefault(each.copy_s, []).append(each.fit.name)
         return [
-            f"    {shown_bytes(max(place.fit.host_bytes for place in offloading))} more of each card's weights in host "
+            f"    {shown_bytes(max(each.fit.host_bytes for each in offloading))} more of each card's weights in host "
             "memory (engine.cpu_offload_gb);",
             "    a step takes at least the time that PCIe needs to copy them, by data sheet:",
             *(f"      {seconds * 1e3:,.3g} ms on {', '.join(names)}" for seconds, names in floors.items()),
@@ -124,16 +124,16 @@ def memory_table(model: ServedModel, device: torch.device) -> MemoryTable:
     context = model.config.max_position
     lengths = (*(length for length in LENGTHS if length < context), context)
     known = card_of_device(torch.cuda.get_device_properties(device).name) if device.type == "cuda" else None
-    here = _place(model, known, model.on_device(device))
-    places = [_place(model, card, _fewest_cards(model, card, min(lengths))) for card in load_cards()]
-    return MemoryTable(_checkpoint_bytes(model.config), lengths, (here, *places))
+    here = _on_device(model, known, model.on_device(device))
+    devices = [_on_device(model, card, _on_group(model, card, min(lengths))) for card in load_cards()]
+    return MemoryTable(_checkpoint_bytes(model.config), lengths, (here, *devices))
 
 
-def _place(model: ServedModel, card: Card | None, fit: Fit) -> Place:
-    return Place(fit, card, None if card is None else predicted_speed(card, model, fit))
+def _on_device(model: ServedModel, card: Card | None, fit: Fit) -> OnDevice:
+    return OnDevice(fit, card, None if card is None else predicted_speed(card, model, fit))
 
 
-def _fewest_cards(model: ServedModel, card: Card, length: int) -> Fit:
+def _on_group(model: ServedModel, card: Card, length: int) -> Fit:
     """Return the fit on the job's number of cards; by default on the fewest on which a sequence fits, or on one."""
     num_cards = model.engine.tensor_parallel_size
     found = (model.on_card(card, size) for size in (GROUP_SIZES if num_cards == 1 else (num_cards,)))

@@ -116,7 +116,7 @@ class ServedModel:
 
     def forms(self) -> list["ServedModel"]:
         """Return the model as it is, then the forms that the job file can choose: 4-bit weights, and fp8 products."""
-        found = [self]
+        found: list[ServedModel] = [self]
         if self.config.quantization is None:
             method = "int4-rtn"
             quantized = quantized_on_load(self.config, method)

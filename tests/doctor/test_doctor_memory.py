@@ -30,10 +30,10 @@ NUM_LINEAR = NUM_WEIGHTS - 1024 * 256  # without the embeddings, which are tied
 KV_BFLOAT16 = 2 * 4 * 2 * 64 * 2
 
 
-def places(setup: Setup) -> list[SimpleNamespace]:
+def devices(setup: Setup) -> list[SimpleNamespace]:
     """Return this machine and the cards as the command's JSON has them."""
     found: dict[str, Any] = memory_of(setup).to_json()
-    return [SimpleNamespace(**each) for each in found["places"]]
+    return [SimpleNamespace(**each) for each in found["devices"]]
 
 
 def on_cpu(**engine: str) -> Setup:
@@ -41,7 +41,7 @@ def on_cpu(**engine: str) -> Setup:
 
 
 def test_cards_have_room_in_the_rest_of_their_memory():
-    found = places(Setup(model="demo:target"))
+    found = devices(Setup(model="demo:target"))
     assert memory_of(Setup(model="demo:target")).lengths == (512, 1024), "no longer than the model's context"
     assert [device.name for device in found[1:]] == [card.name for card in load_cards()]
     l4 = found[-2]
@@ -54,7 +54,7 @@ def test_cards_have_room_in_the_rest_of_their_memory():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_this_machine_has_room_in_its_free_memory(monkeypatch, dtype):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
-    here, width = places(on_cpu(dtype=dtype))[0], 4 if dtype == "float32" else 2
+    here, width = devices(on_cpu(dtype=dtype))[0], 4 if dtype == "float32" else 2
     embeddings = 2 * 2 * 1024 * 256  # a table and a linear, each stored in 16 bit
     assert here.weight_bytes == 2 * NUM_LINEAR + embeddings
     kv = KV_BFLOAT16 // 2 * width
@@ -64,7 +64,7 @@ def test_this_machine_has_room_in_its_free_memory(monkeypatch, dtype):
 
 def test_a_cache_in_8_bits_holds_more(monkeypatch):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000_000)
-    wide, narrow = (places(on_cpu(kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
+    wide, narrow = (devices(on_cpu(kv_cache_dtype=kind)) for kind in ("auto", "fp8"))
     assert (narrow[0].kv_dtype, narrow[-1].kv_dtype) == ("float8_e4m3fn", "float8_e4m3fn")
     assert {device.kv_bytes_per_token for device in narrow} == {2 * 4 * 2 * (64 + 4)}
     blocks = int((1_000_000_000 - narrow[0].weight_bytes) * 0.25) // (16 * 2 * 4 * 2 * (64 + 4))
@@ -76,7 +76,7 @@ def test_a_model_that_does_not_fit_leaves_no_room(monkeypatch):
     monkeypatch.setattr(fit, "free_cpu_bytes", lambda: 1_000_000)
     small = replace(load_cards()[0], memory_bytes=2 * 2**30)
     monkeypatch.setattr(memory_table, "load_cards", lambda: (small,))
-    assert [device.sequences for device in places(on_cpu())] == [[0, 0], [0, 0]]
+    assert [device.sequences for device in devices(on_cpu())] == [[0, 0], [0, 0]]
 
 
 def test_sizes_by_format_equal_those_of_real_checkpoints():
@@ -96,8 +96,8 @@ def test_the_command_shows_the_table_and_has_it_in_json(pipe, tmp_path):
     assert "cannot run this" not in out
     code, out, _ = pipe("doctor", "--model", "demo:target", "--json")
     memory = json.loads(out)["memory"]
-    assert [device["name"] for device in memory["places"]][1] == "H200"
-    assert memory["places"][1]["sequences"] == [118_456, 59_228]
+    assert [device["name"] for device in memory["devices"]][1] == "H200"
+    assert memory["devices"][1]["sequences"] == [118_456, 59_228]
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     code, out, _ = pipe("doctor", "--model", str(tmp_path), "--json")
     assert (code, json.loads(out)["memory"]) == (2, None)
@@ -111,7 +111,7 @@ def test_a_device_of_this_machine_reports_its_own_memory(monkeypatch, name, is_k
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (5, 24_000_000_000))
     properties = SimpleNamespace(name=name, major=8, minor=9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    found = places(Setup(model="demo:target"))
+    found = devices(Setup(model="demo:target"))
     assert found[0].sequences == [18_034, 9_017]
     assert found[0].speed == (found[-2].speed if is_known else None)
 
@@ -129,7 +129,7 @@ def write_70b(folder, is_awq):
 )  # fmt: skip
 def test_a_70b_model_is_divided_over_the_cards_that_it_needs(tmp_path, is_awq, cards):
     setup = Setup(model=write_70b(tmp_path / "70b", is_awq))
-    found, text = places(setup), memory_of(setup).to_text()
+    found, text = devices(setup), memory_of(setup).to_text()
     by_name = {each.name: each for each in found}
     assert {name: by_name[name].num_cards for name in cards} == cards
     linears, table_weights = 80 * (8192 * 10_240 + 8192 * 8192 + 3 * 8192 * 28_672), 2 * 8192 * 128_256
@@ -153,16 +153,16 @@ def test_a_70b_model_is_divided_over_the_cards_that_it_needs(tmp_path, is_awq, c
 
 def test_a_job_decides_the_number_of_cards(tmp_path):
     folder = write_70b(tmp_path / "70b", is_awq=False)
-    eight = places(of_job(tmp_path, model=folder, tensor_parallel_size=8))
+    eight = devices(of_job(tmp_path, model=folder, tensor_parallel_size=8))
     assert {each.num_cards for each in eight[1:]} == {8}
-    fewest = places(of_job(tmp_path, model=folder))
+    fewest = devices(of_job(tmp_path, model=folder))
     assert eight[1].speed["output_tokens_per_s"] > fewest[1].speed["output_tokens_per_s"]
     flops = 2 * (70_552_387_584 - 2 * 8192 * 128_256)  # of a token's linears
     assert eight[1].speed["prompt_tokens_per_s"] * flops > load_cards()[0].bf16_flops, "more than one card can compute"
-    two = {each.name: each for each in places(of_job(tmp_path, model=folder, tensor_parallel_size=2))}
+    two = {each.name: each for each in devices(of_job(tmp_path, model=folder, tensor_parallel_size=2))}
     assert (two["L4"].num_cards, set(two["L4"].sequences), two["L4"].speed) == (2, {0}, None)
     assert two["L4"].free_bytes < 0
-    three = places(of_job(tmp_path, model=folder, tensor_parallel_size=3))
+    three = devices(of_job(tmp_path, model=folder, tensor_parallel_size=3))
     assert all("64 query heads are not divisible" in each.lacks for each in three[1:])
 
 
@@ -211,25 +211,25 @@ def of_job(tmp_path, model="demo:target", quantization="none", speculation=None,
 
 
 def test_the_quantized_form_of_the_job_is_counted(tmp_path, monkeypatch):
-    by_kind = {kind: places(of_job(tmp_path, quantization=kind))[-2] for kind in ("none", "int8", "int4-rtn", "nf4")}
+    by_kind = {kind: devices(of_job(tmp_path, quantization=kind))[-2] for kind in ("none", "int8", "int4-rtn", "nf4")}
     packed = int(NUM_LINEAR * (0.5 + 8 / 128))  # scales made on load have 32 bits
     assert by_kind["none"].weight_bytes == 2 * NUM_WEIGHTS
     assert by_kind["int4-rtn"].weight_bytes == 2 * NUM_WEIGHTS + packed  # its 16-bit form fits next to it
     assert by_kind["int8"].weight_bytes == by_kind["nf4"].weight_bytes == 2 * NUM_WEIGHTS  # widened on the card
-    here = places(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="float32"))[0]
+    here = devices(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="float32"))[0]
     assert here.weight_bytes == int(NUM_LINEAR * (0.5 + 8 / 128)) + 2 * 2 * 1024 * 256
-    widened = places(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16"))[0]
+    widened = devices(of_job(tmp_path, quantization="nf4", device="cpu", dtype="bfloat16"))[0]
     assert widened.weight_bytes == 2 * NUM_LINEAR + 2 * 2 * 1024 * 256
     for alone, per_weight in ((True, 0.5 + 3 / 128), (False, 2.5 + 8 / 128)):  # products of pairs, and oneDNN's
         monkeypatch.setattr(linear_bf16, "use_avx512_bf16", lambda alone=alone: alone)
-        here = places(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16"))[0]
+        here = devices(of_job(tmp_path, quantization="int4-rtn", device="cpu", dtype="bfloat16"))[0]
         assert here.weight_bytes == int(NUM_LINEAR * per_weight) + 2 * 2 * 1024 * 256
 
 
 def test_fp8_of_a_job_is_counted_and_cards_without_it_are_listed(tmp_path):
-    plain = places(of_job(tmp_path, model="demo:target-awq"))
+    plain = devices(of_job(tmp_path, model="demo:target-awq"))
     setup = of_job(tmp_path, model="demo:target-awq", activation_dtype="fp8", kv_cache_dtype="fp8")
-    by_name, text = {device.name: device for device in places(setup)}, memory_of(setup).to_text()
+    by_name, text = {device.name: device for device in devices(setup)}, memory_of(setup).to_text()
     h100, a100 = by_name["H100 80GB SXM"], by_name["A100 80GB SXM"]
     assert h100.weight_bytes == 2 * NUM_WEIGHTS - int(NUM_LINEAR * (1 - 4 / 128))
     assert h100.kv_dtype == "float8_e4m3fn"
@@ -243,15 +243,15 @@ def test_fp8_of_a_job_is_counted_and_cards_without_it_are_listed(tmp_path):
     )
     row = next(line for line in text.splitlines() if line.strip().startswith("A100 40GB"))
     assert row.split()[-2:] == ["-", "-"]
-    only_cache = places(of_job(tmp_path, model="demo:target-awq", kv_cache_dtype="fp8"))
+    only_cache = devices(of_job(tmp_path, model="demo:target-awq", kv_cache_dtype="fp8"))
     assert not any(device.lacks for device in only_cache), "a cache in fp8 needs no units for it"
-    processors = places(of_job(tmp_path, model="demo:target-awq", activation_dtype="int8"))
+    processors = devices(of_job(tmp_path, model="demo:target-awq", activation_dtype="int8"))
     assert [device.lacks != "" for device in processors] == [False, *[True] * len(load_cards())]
 
 
 def test_weights_in_host_memory_are_not_on_the_card(tmp_path):
-    plain, setup = places(Setup(model="demo:target")), of_job(tmp_path, cpu_offload_gb=0.003)
-    found, text = places(setup), memory_of(setup).to_text()
+    plain, setup = devices(Setup(model="demo:target")), of_job(tmp_path, cpu_offload_gb=0.003)
+    found, text = devices(setup), memory_of(setup).to_text()
     layer = 2 * NUM_LINEAR // 4
     for offloading, resident in zip(found[1:], plain[1:], strict=True):
         assert offloading.host_bytes == 3 * layer
@@ -264,14 +264,14 @@ def test_weights_in_host_memory_are_not_on_the_card(tmp_path):
     assert found[0].lacks == "engine.cpu_offload_gb needs a GPU"
     reason = "engine.cpu_offload_gb = 3.0: expected 0, or more than 2.4 MB"
     too_much = of_job(tmp_path, cpu_offload_gb=3)
-    assert all(device.lacks.startswith(reason) for device in places(too_much)[1:])
+    assert all(device.lacks.startswith(reason) for device in devices(too_much)[1:])
     assert memory_of(too_much).to_text().count(reason) == 1
 
 
 def test_a_draft_model_is_counted(tmp_path):
     speculation = {"method": "draft_model", "model": "demo:draft"}
     plain, drafting = (of_job(tmp_path, model="demo:target-awq", speculation=each) for each in ({}, speculation))
-    for one, two in zip(places(plain), places(drafting), strict=True):
+    for one, two in zip(devices(plain), devices(drafting), strict=True):
         assert two.weight_bytes > one.weight_bytes
         assert two.kv_bytes_per_token > one.kv_bytes_per_token
     (found,) = (check.found for check in job_checks.model(drafting) if check.name == "memory")
@@ -281,7 +281,7 @@ def test_a_draft_model_is_counted(tmp_path):
 def test_speed_follows_the_cost_model_and_the_measured_shares_of_the_data_sheet():
     (l40s,) = (card for card in load_cards() if card.name == "L40S")
     config = read_config(demo_model("target"))
-    speed = places(Setup(model="demo:target"))[-3].speed
+    speed = devices(Setup(model="demo:target"))[-3].speed
     assert speed["sequences"] == 512
     tokens = StepLoad(np.ones(512, dtype=np.int64), np.full(512, 512), 512)
     step = step_seconds(tokens, config.size, config.weights_on_card(), Ceilings.of_card(l40s, MEASURED))

@@ -102,8 +102,8 @@ def test_a_draft_model_and_its_cache_take_memory():
     cache = cache_before_dense(256, 1024) * (size + DEMO.kv_bytes_per_token(torch.bfloat16))
     tight = replace(L4, memory_bytes=int((one.weight_bytes + cache + SLACK_BYTES) / 0.9) + 2)
     assert [model.on_card(tight, 1).keeps_dense for model in (alone, drafting)] == [True, False]
-    here, there = (model.on_device(torch.device("cpu")) for model in (alone, drafting))
-    assert there.weight_bytes > here.weight_bytes
+    one, two = (model.on_device(torch.device("cpu")) for model in (alone, drafting))
+    assert two.weight_bytes > one.weight_bytes
 
 
 def test_a_group_holds_what_one_card_cannot(large: ServedModel) -> None:
