@@ -29,6 +29,7 @@ from pipeline.job.planning.plan import JobPlan, make_plan
 from pipeline.job.running.run import run_job
 from pipeline.job.telemetry.run_log import PLAN, load_runs
 from pipeline.machine.host import wall_time, zone_time
+from pipeline.prices import Prices
 from pipeline.report.estimate import Estimate, Interval
 from pipeline.report.record.row_stats import LengthBucket
 from pipeline.report.record.run_record import no_phases
@@ -225,7 +226,7 @@ def _here(speed: Speed, work: _Work, actors: int, hourly_usd: float | None) -> P
     high = wall_us(work.prompt.high, work.generated.high) * speed.slowest
     each = Interval(low, expected, high)
     machine = each.times(actors)
-    usd = None if hourly_usd is None else machine.times(hourly_usd / 3.6e9)
+    usd = None if hourly_usd is None else machine.times(Prices(hourly_usd).machine_usd(1))
     driver = Interval(*[speed.driver_us] * 3)
     return PoolEstimate("this machine", actors, each + driver, machine, usd, basis=speed.comes_from)
 
@@ -319,7 +320,7 @@ def _card_pool(found: OnCard, work: _Work, requests: int, actors: int) -> PoolEs
     )
     machine = each.times(actors)
     usd, spot_usd = (
-        None if price is None else machine.times(price * num_cards / 3.6e9)
+        None if price is None else machine.times(Prices(price * num_cards).machine_usd(1))
         for price in (card.on_demand_usd, card.spot_usd)
     )
     return replace(

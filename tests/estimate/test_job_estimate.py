@@ -13,7 +13,7 @@ from pipeline.estimate.job_estimate import _Work
 from pipeline.estimate.render import NOTHING_KNOWN
 from pipeline.report.account import accounted
 from pipeline.report.estimate import Estimate, Interval, compare
-from pipeline.report.faults import LostTime
+from pipeline.report.faults import LostWork
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, no_phases
 
 JOB = ["jobs/summarize.yaml", "--limit", "96", "--set", "sampling.max_tokens=24"]
@@ -161,7 +161,7 @@ def test_only_runs_since_the_estimate_are_compared_with_it():
     each = Interval(1, 2, 3)
     made = Estimate("", 1, 3, each, 0.0, each, Interval(50, 100, 150), each, {"decode": 100}, hourly_usd=3.6e9)
     runs = [a_run(1000), a_run(70), a_run(50)]
-    accounts = accounted(runs, [LostTime()] * 3)
+    accounts = accounted(runs, [LostWork()] * 3)
     assert compare(made, runs[:1], accounts[:1]) is None
     found = compare(made, runs, accounts)
     assert found.ratio == pytest.approx(1.2)

@@ -41,7 +41,7 @@ class RetriedRows:
         return set(self._limits)
 
     def restricted_to(self, row_ids: Iterable[RowId]) -> "RetriedRows":
-        """Return the retried rows among `places`."""
+        """Return the retried rows among `row_ids`."""
         some = RetriedRows()
         some._limits = {row_id: self._limits[row_id] for row_id in row_ids if row_id in self._limits}
         return some
