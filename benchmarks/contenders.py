@@ -184,7 +184,6 @@ class Peer:
         self._folder = tempfile.TemporaryDirectory(prefix="bench-peer-")
         path = Path(self._folder.name) / "task.json"
         request: dict[str, Any] = {key: value for key, value in vars(task).items() if key != "sets"}
-        request["place"] = python
         request["sets"] = {key: [asdict(each) for each in requests] for key, requests in task.sets.items()}
         path.write_text(json.dumps(request))
         environment = os.environ | {"OMP_NUM_THREADS": str(task.threads), "HF_HUB_OFFLINE": "1"}

@@ -44,7 +44,6 @@ from benchmarks.script import json_flag, parse_sizes, progress, report, script, 
 from benchmarks.shapes import bench_model, dequantized, derived
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
-from pipeline.errors import ConfigError
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.tokenization.tokenizer import Tokenizer
 
@@ -146,7 +145,6 @@ def bench_engine(
     reports: bool = False,
     peers: Sequence[tuple[str, str]] = (),
     folder: str | None = None,
-    log: Callable[[str], None] = lambda text: None,
 ) -> EngineBench:
     """Measure `model` (see `shapes.bench_model`).
 
@@ -155,10 +153,8 @@ def bench_engine(
 
     Raises PipelineError when engines do not do the same work, EnvironmentFailed when a peer fails.
     """
-    if rounds < 1 or any(size < 1 for size in batch_sizes):
-        raise ConfigError(f"{rounds} rounds, batches of {list(batch_sizes)}: expected at least 1 of each")
     use_threads(threads)
-    found = bench_model(model, folder, log)
+    found = bench_model(model, folder, progress)
     config = read_config(found.folder)
     if reports:
         rows = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
@@ -176,25 +172,25 @@ def bench_engine(
             num_threads=threads,
             max_model_len=max(len(r.prompt_token_ids) + r.max_tokens for each in sets.values() for r in each),
         )
-        engine = stack.enter_context(Engine(options, log))
+        engine = stack.enter_context(Engine(options, progress))
         engine.warm_up()
         machine = machine_facts()
         served = getattr(torch, str(engine.resolved["dtype"]))
         ours = ThisEngine(engine, shares_prefixes=reports)
         strict = served == torch.float32 and activation_dtype == "auto"
-        lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), strict, log)
+        lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), strict)
         dense = found.folder
         if config.quantization is not None and (batch_sizes or peers):
-            dense = dequantized(found.folder, served, log)
+            dense = dequantized(found.folder, served, progress)
         facts: dict[str, dict[str, str]] = {}
         for name, python in peers:
-            log(f"starting {name}")
+            progress(f"starting {name}")
             task = _peer_task(engine, config, (found.folder, dense), reports, sets)
             peer = stack.enter_context(Peer(name, python, task))
             lineup.runs[name] = peer.run_set
             facts[name] = peer.settings
         if batch_sizes:
-            log("loading the model with transformers")
+            progress("loading the model with transformers")
             device = str(engine.resolved["device"])
             generate = GenerateModel(dense, served, device, engine.tokenizer.eos_token_ids)
             lineup.add_statics([StaticBatches(generate, size) for size in batch_sizes], generate.next_logits)
@@ -266,10 +262,8 @@ class Lineup:
     except after near-ties.
     """
 
-    def __init__(
-        self, sets: Sets, ours: str, run: Callable[[str], Ran], strict: bool, log: Callable[[str], None]
-    ) -> None:
-        self.sets, self.ours, self.strict, self.log = sets, ours, strict, log
+    def __init__(self, sets: Sets, ours: str, run: Callable[[str], Ran], strict: bool) -> None:
+        self.sets, self.ours, self.strict = sets, ours, strict
         self.runs = {ours: run}
         self.trials: dict[int, float] = {}
         self._statics: list[StaticBatches] = []
@@ -330,7 +324,7 @@ class Lineup:
 
     def _run(self, name: str, kind: str, number: int) -> None:
         when = "trial" if number == TRIAL else f"round {number}"
-        self.log(f"{when}, {'all requests' if kind == 'set' else 'one request'}: {name}")
+        progress(f"{when}, {'all requests' if kind == 'set' else 'one request'}: {name}")
         key = f"{kind} {number}"
         self._results.setdefault(name, {})[key] = self.runs[name](key)
 
@@ -366,7 +360,7 @@ class Lineup:
 @shared_options(folder=None)
 @json_flag
 def main(peers: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    found = bench_engine(peers=[parse_peer(peer) for peer in peers], log=progress, **options)
+    found = bench_engine(peers=[parse_peer(peer) for peer in peers], **options)
     report("engine", asdict(found), found.to_lines(), as_json)
 
 

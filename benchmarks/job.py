@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,6 @@ def bench_job(
     output_tokens: tuple[int, int] = (16, 128),
     server: str | None = None,
     folder: str | None = None,
-    log: Callable[[str], None] = lambda text: None,
 ) -> JobBench:
     """Measure `model` (a shape of `shapes.NAMES`, an embedded model or a path) over `rows` reports.
 
@@ -138,16 +137,15 @@ def bench_job(
     of the same model. folder: holds the shapes' checkpoints. Raises PipelineError when a run fails, or when float32
     completions of job and engine differ.
     """
-    assert min(rows, rounds) >= 1
     machine = machine_facts()
-    bench = bench_model(model, folder, log)
+    bench = bench_model(model, folder, progress)
     with tempfile.TemporaryDirectory(prefix="bench-job-") as made:
         work_folder = Path(made)
         job_file = _write_job(work_folder, bench.folder, rows, dtype, output_tokens if model in NAMES else None)
         runs: dict[str, list[_Run]] = {name: [] for name in ("job", "engine", *(["server"] if server else []))}
         for number, order in enumerate(alternating(list(runs), rounds), 1):
             for name in order:
-                log(f"round {number} of {rounds}: {name}")
+                progress(f"round {number} of {rounds}: {name}")
                 if name == "engine":
                     runs[name].append(_run_engine(job_file))
                 else:
@@ -287,7 +285,7 @@ def _measured(command: list[str], environment: Mapping[str, str]) -> tuple[dict[
 @click.option("--server", metavar="URL", help="Also run the job on a running server of the same model.")
 @json_flag
 def main(as_json: bool, **options: Any) -> None:
-    found = bench_job(log=progress, **options)
+    found = bench_job(**options)
     report("job", found.to_json(), found.to_lines(), as_json)
 
 

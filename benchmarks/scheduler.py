@@ -2,14 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.scheduler
     OMP_NUM_THREADS=1 python -m benchmarks.scheduler --sequences 1024 --rounds 1
-    OMP_NUM_THREADS=1 python -m benchmarks.scheduler --sequences 1024 --ranks 2
 
 The runner returns fixed random logits, so that greedy tokens are the same in every run, and its time is excluded. Rows
 have ragged lengths: at any time some rows finish, and new rows are admitted, whose prompts are computed in chunks next
 to decoding rows. The tokenizer is the demonstration model's, so that finished rows are detokenized as in a job.
-
-With --ranks, each step is also sent to processes that answer at once, as to the other ranks of tensor parallelism: send
-is the leader's own time, and answer the time until all have answered, which a step with a model overlaps.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +22,6 @@ from benchmarks.script import json_flag, progress, report, script, shared_option
 from pipeline.checkpoints.locate import locate_model
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
-from pipeline.engine.parallel import group
-from pipeline.engine.parallel.group import RankGroup
-from pipeline.engine.parallel.runner import STEP_FIELDS
 from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
@@ -43,8 +36,7 @@ PROMPT_TOKENS = (48, 240)
 OUTPUT_TOKENS = (16, 240)
 CHUNK_TOKENS = 2048  # prompt tokens of a step, in addition to one token for each sequence
 PARTS = ("plan", "build", "sample", "handle", "detokenize")
-TIMES = (*PARTS, "send", "answer", "cpu")
-PLAN_BYTES = 64 << 20
+TIMES = (*PARTS, "cpu")
 
 
 class Timed:
@@ -72,32 +64,25 @@ class NoModel:
 
     vocab_size = HOST_VOCAB
 
-    def __init__(self, num_rows: int, ending: Sequence[int], ranks: RankGroup | None) -> None:
-        self.ranks, self.send_ns, self.answer_ns = ranks, 0, 0
+    def __init__(self, num_rows: int, ending: Sequence[int]) -> None:
         generator = torch.Generator().manual_seed(num_rows)
         # Probabilities are a power law of the rank, roughly like a model's.
         self.logits_RV = 1.5 * torch.empty(num_rows, HOST_VOCAB).exponential_(generator=generator)
         self.logits_RV[:, list(ending)] = -1.0
 
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
-        if self.ranks is not None:
-            begun_ns = perf_counter_ns()
-            self.ranks.call("execute", [getattr(step, name) for name in STEP_FIELDS])
-            self.send_ns = perf_counter_ns() - begun_ns
-            self.ranks.wait()
-            self.answer_ns = perf_counter_ns() - begun_ns
         return self.logits_RV[: len(step.logit_row_R)]
 
 
 class Load:
     """Engine kept full with rows of ragged lengths, and the times of the parts of its steps."""
 
-    def __init__(self, num_running: int, tokenizer: Tokenizer, ranks: RankGroup | None) -> None:
+    def __init__(self, num_running: int, tokenizer: Tokenizer) -> None:
         self.num_running = num_running
         self.rng = np.random.default_rng(num_running)
         self.stems = self.rng.integers(5, HOST_VOCAB, (NUM_STEMS, STEM_TOKENS))
         self.decode = Timed(tokenizer.decode)
-        self.runner = NoModel(num_running, sorted(tokenizer.eos_token_ids), ranks)
+        self.runner = NoModel(num_running, sorted(tokenizer.eos_token_ids))
         self.engine = Engine.from_parts(
             self.runner,  # type: ignore[arg-type]  # reads nothing and cleans no blocks
             SimpleNamespace(decode=self.decode, eos_token_ids=tokenizer.eos_token_ids),  # type: ignore[arg-type]
@@ -143,8 +128,6 @@ class Load:
             sampled_ns - self.execute.left_ns,
             end_ns - sampled_ns - text_ns,
             text_ns,
-            self.runner.send_ns,
-            self.runner.answer_ns,
             cpu_ns,
         )
 
@@ -156,15 +139,13 @@ class Load:
         return Request(self.num_added, [*stem.tolist(), *own.tolist()], params)
 
 
-def step_costs(
-    sequences: Sequence[int], steps: int, rounds: int, tokenizer: Tokenizer, ranks: RankGroup | None
-) -> list[dict[str, float]]:
+def step_costs(sequences: Sequence[int], steps: int, rounds: int, tokenizer: Tokenizer) -> list[dict[str, float]]:
     """Return medians over steps in microseconds, for each number of running sequences.
 
     cpu_us: CPU time of the same steps. finished, prompt_tokens: means per step. add_us: time to queue a row, outside
     of steps.
     """
-    loads = {str(n): Load(n, tokenizer, ranks) for n in sequences}
+    loads = {str(n): Load(n, tokenizer) for n in sequences}
     for load in loads.values():
         progress(f"{load.num_running:,} sequences: filling")
         load.fill()
@@ -208,11 +189,9 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
     columns = f"running >8, | finished >9.1f | prompt tokens >14,.0f | {parts}"
     costs = []
     for cost in figures["costs"]:
-        spent = (cost[f"{part}_us"] for part in (*PARTS, "step", "step_p95", "cpu", "add", "send", "answer"))
+        spent = (cost[f"{part}_us"] for part in (*PARTS, "step", "step_p95", "cpu", "add"))
         costs.append((cost["sequences"], cost["finished"], cost["prompt_tokens"], *spent))
-    lines += table(
-        f"{columns} | step >9,.0f | p95 >9,.0f | cpu >9,.0f | add >6,.0f | send >6,.0f | answer >8,.0f", costs
-    )
+    lines += table(f"{columns} | step >9,.0f | p95 >9,.0f | cpu >9,.0f | add >6,.0f", costs)
     return lines
 
 
@@ -220,26 +199,17 @@ def to_lines(figures: dict[str, Any]) -> list[str]:
 @click.option("sequences", "--sequences", multiple=True, type=click.IntRange(min=1), metavar="N", show_default=True,
               default=(64, 256, 1024, 4096), help="Sequences running at once. May be repeated.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1), default=100, show_default=True, help="Steps in a round.")
-@click.option("--ranks", "num_ranks", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Send each step to the other ones.")  # fmt: skip
 @shared_options(rounds=3)
 @json_flag
-def main(sequences: tuple[int, ...], steps: int, num_ranks: int, rounds: int, as_json: bool) -> None:
+def main(sequences: tuple[int, ...], steps: int, rounds: int, as_json: bool) -> None:
     machine = machine_facts()
     tokenizer = Tokenizer.from_folder(str(locate_model("demo:target")))
-    ranks = None
-    if num_ranks > 1:
-        group.RANK_MODULE = "benchmarks.idle_rank"
-        ranks = RankGroup(num_ranks, PLAN_BYTES, exits_when_lost=False)
-        ranks.start([None] * (num_ranks - 1))
     figures = {
-        "costs": step_costs(sorted(sequences), steps, rounds, tokenizer, ranks),
+        "costs": step_costs(sorted(sequences), steps, rounds, tokenizer),
         "steps": steps,
         "rounds": rounds,
         "machine": machine,
     }
-    if ranks is not None:
-        ranks.close()
     report("scheduler", figures, to_lines(figures), as_json)
 
 

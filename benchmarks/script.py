@@ -42,10 +42,10 @@ def clean_errors(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def parse_sizes(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
-    try:
-        return () if text == "none" else tuple(int(size) for size in text.split(","))
-    except ValueError:
-        raise click.BadParameter(f"{text!r}: expected numbers, such as 4,8,16, or none") from None
+    sizes = () if text == "none" else text.split(",")
+    if not all(size.isdecimal() and int(size) for size in sizes):
+        raise click.BadParameter(f"{text!r}: expected positive numbers, such as 4,8,16, or none")
+    return tuple(map(int, sizes))
 
 
 def _parse_range(context: click.Context, option: click.Parameter, text: str) -> tuple[int, int]:

@@ -1,6 +1,5 @@
-"""Simulate jobs with the engine's own scheduler: admission rules, scheduling choices, and pools of machines.
+"""Simulate jobs with the engine's own scheduler: scheduling choices, and pools of machines.
 
-    python -m benchmarks.simulate admission --job generation --kv-share 0.25
     python -m benchmarks.simulate schedule --card h100 --requests generation
     python -m benchmarks.simulate pools --actors 1,8 --in-flight 4,16
 
@@ -11,7 +10,7 @@ one, so an iteration takes the longer of the two. The scheduler does not know th
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +26,6 @@ from pipeline.data.bucket import BYTES_PER_TOKEN, cut_units
 from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
 from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.admission import Admission
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
@@ -126,14 +124,12 @@ class SimulatedEngine:
         max_model_len: int,
         *,
         num_blocks: int | None = None,
-        admission: Callable[..., Admission] = Admission,
         now: float = 0.0,
     ) -> None:
         self.machine, self.now = machine, now
         self.stats, self.pool = EngineStats(), BlockPool(num_blocks or machine.num_blocks, BLOCK_SIZE)
         self.table = SlotTable(machine.max_num_seqs, max_model_len, BLOCK_SIZE)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, MAX_NUM_BATCHED_TOKENS, True)
-        self.scheduler.admission = admission(self.table, self.pool, self.stats, True)
         self.scheduler.pacing = AdmissionPacing() if machine.is_paced else None
         self.rows: dict[int, SimulatedRow] = {}  # unfinished rows by order
         self.num_added = self.num_mixed = 0
@@ -221,40 +217,6 @@ def job_units(job: str, count: int) -> list[list[SimulatedRow]]:
         for unit in cut_units([text.tobytes() for text in texts], limits, UNIT_TOKENS, UNIT_ROWS):
             units.append([SimulatedRow(texts[row], requests[row].max_tokens, max_tokens) for row in unit.tolist()])
     return units
-
-
-class FreeBlocks(Admission):
-    """Admission that reserves only known tokens, as in vLLM, and relies on preemption."""
-
-    def likely_ends(self, prompt_S: np.ndarray, known_S: np.ndarray, limit_S: np.ndarray) -> np.ndarray:
-        return np.minimum(limit_S, known_S + 1)
-
-    def spare_blocks(self) -> float:
-        return 0.01 * self._pool.num_blocks
-
-
-class MaxTokens(Admission):
-    """Admission that reserves max_tokens for each sequence."""
-
-    def finished(self, slots: list[int]) -> None:
-        """Learn nothing."""
-
-
-RULES = {"engine": Admission, "free blocks": FreeBlocks, "max_tokens": MaxTokens, "known lengths": MaxTokens}
-
-
-def admission_runs(machine: Machine, job: str, kv_share: float, rows: int) -> Iterator[dict[str, Any]]:
-    """Yield a run for each rule. With "known lengths", max_tokens equals the row's output."""
-    of_job = [row for unit in job_units(job, rows) for row in unit]
-    lengths = [len(row.prompt) + row.output for row in of_job]
-    max_model_len = max(len(row.prompt) + row.max_tokens for row in of_job)
-    batch_tokens = machine.max_num_seqs * sum(lengths) / len(lengths)
-    num_blocks = max(round(kv_share * batch_tokens / BLOCK_SIZE), -(-max(lengths) // BLOCK_SIZE))
-    for name, rule in RULES.items():
-        progress(f"{job}, {name}")
-        known = [replace(row, max_tokens=row.output) for row in of_job] if name == "known lengths" else of_job
-        engine = SimulatedEngine(machine, max_model_len, num_blocks=num_blocks, admission=rule)
-        yield {"job": f"{job}, KV {kv_share:g}", "choice": name, **engine.run(known)}
 
 
 CHOICES: dict[str, dict[str, Any]] = {
@@ -359,25 +321,6 @@ def main() -> None: ...
 MODEL = click.option("--model", default="llama-8b-awq", show_default=True, metavar="SHAPE|PATH")
 CARD = click.option("--card", default="h100", show_default=True, metavar="NAME", help="Prefix of the card's name.")
 JOB = click.option("--job", type=click.Choice(list(JOBS)), default="generation", show_default=True)
-
-
-@main.command("admission")
-@MODEL
-@CARD
-@JOB
-@click.option("--kv-share", type=FiniteRange(min=0, min_open=True), default=0.25, show_default=True, metavar="X",
-              help="Size of the KV cache relative to a full batch of finished rows of mean length.")  # fmt: skip
-@click.option("--max-num-seqs", type=click.IntRange(1, 8192), default=256, show_default=True)
-@click.option("--rows", type=click.IntRange(min=1), default=2000, show_default=True)
-@json_flag
-@clean_errors
-def compare_admission(
-    model: str, card: str, job: str, kv_share: float, max_num_seqs: int, rows: int, as_json: bool
-) -> None:
-    """Compare admission rules on a job with a small KV cache."""
-    machine = Machine.on_card(model, card, max_num_seqs=max_num_seqs)
-    settings = {"model": model, "card": card, "rows": rows, "max_num_seqs": max_num_seqs}
-    show("admission", settings, list(admission_runs(machine, job, kv_share, rows)), as_json)
 
 
 @main.command("schedule")

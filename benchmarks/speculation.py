@@ -13,7 +13,7 @@ whose ratio is no further below 1 is not measurably slower.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -34,7 +34,7 @@ from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 from pipeline.engine.stats import EngineStats
-from pipeline.errors import ConfigError, PipelineError
+from pipeline.errors import PipelineError
 
 PLAIN, NGRAM, DRAFT, AUTO, AGAIN = "plain", "lookup, forced", "draft model, forced", "auto", "plain again"
 TEXTS = {
@@ -117,26 +117,18 @@ def bench_speculation(
     max_draft_tokens: int = 6,
     dtype: str = "auto",
     threads: int | None = None,
-    log: Callable[[str], None] = lambda text: None,
 ) -> SpeculationBench:
     """Measure every mode at each batch size.
 
     rows: in each round at every batch size; None: max(32, 2 * batch size). Raises PipelineError when drafts change
     tokens in float32, except for near-ties.
     """
-    if text not in TEXTS:
-        raise ConfigError(f"text {text!r}: expected one of {', '.join(TEXTS)}")
-    if rounds < 1 or max_draft_tokens < 1 or min(batch_sizes, default=0) < 1:
-        raise ConfigError(
-            f"{rounds} rounds, {max_draft_tokens} draft tokens, batches of {list(batch_sizes)}: "
-            "expected at least 1 of each"
-        )
     use_threads(threads)
     machine = machine_facts()
     done, resolved = [], ""
     for batch in batch_sizes:
         num_rows = rows if rows is not None else max(32, 2 * batch)
-        found, resolved = _batch(model, draft, text, batch, num_rows, rounds, max_draft_tokens, dtype, threads, log)
+        found, resolved = _batch(model, draft, text, batch, num_rows, rounds, max_draft_tokens, dtype, threads)
         done.append(found)
     return SpeculationBench(model, draft, text, resolved, max_draft_tokens, rounds, tuple(done), machine)
 
@@ -151,7 +143,6 @@ def _batch(
     max_drafts: int,
     dtype: str,
     threads: int | None,
-    log: Callable[[str], None],
 ) -> tuple[BatchSpeculation, str]:
     options = EngineConfig(
         str(locate_model(model)),
@@ -160,7 +151,7 @@ def _batch(
         max_num_seqs=batch,
         num_threads=threads,
     )
-    log(f"{batch} at once: loading")
+    progress(f"{batch} at once: loading")
     with Engine(options) as engine:
         engine.warm_up()
         ways = _draftings(engine, max_drafts)
@@ -169,7 +160,7 @@ def _batch(
         for number, order in enumerate(alternating(list(ways), rounds + 1)):
             requests = _rows(engine, text, number, num_rows)
             for name in order:
-                log(f"{batch} at once: {'warm-up' if number == 0 else f'round {number} of {rounds}'}, {name}")
+                progress(f"{batch} at once: {'warm-up' if number == 0 else f'round {number} of {rounds}'}, {name}")
                 engine.forget()
                 engine.draft_as(ways[name])
                 runs[name].append(_run(engine, requests))
@@ -277,7 +268,7 @@ def _way(name: str, runs: list[_SpeculationRun], plain: list[_SpeculationRun], s
 @shared_options(rounds=3, dtype="auto", threads=None)
 @json_flag
 def main(as_json: bool, **options: Any) -> None:
-    found = bench_speculation(log=progress, **options)
+    found = bench_speculation(**options)
     report("speculation", asdict(found), found.to_lines(), as_json)
 
 

@@ -1,7 +1,6 @@
 """Serve a peer in its environment, line by line: `python serve.py DRIVER TASK.json`.
 
-The task is a JSON object with the fields of `contenders.PeerTask` and `place`, the path that the user passed for the
-peer. `sets` maps a name to a list of {"prompt_token_ids": [...], "max_tokens": n, "ignore_eos": true}. Decoding is
+The task is a JSON object with the fields of `contenders.PeerTask`. `sets` maps a name to a list of {"prompt_token_ids": [...], "max_tokens": n, "ignore_eos": true}. Decoding is
 greedy.
 The driver module defines
 

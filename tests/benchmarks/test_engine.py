@@ -1,6 +1,7 @@
 """The engine benchmark at a small size: it proves equal work, rounds alternate, peers follow their protocol."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,6 @@ def _in_cache(cache, monkeypatch):
 
 
 def test_a_small_benchmark_runs_end_to_end():
-    logged = []
     found = bench_engine(
         "tiny-awq",
         requests=6,
@@ -45,7 +45,6 @@ def test_a_small_benchmark_runs_end_to_end():
         batch_sizes=(2, 6),
         dtype="float32",
         peers=[("fake", sys.executable)],
-        log=logged.append,
     )
     ours, *others = found.speeds
     assert ours.name == "this engine"
@@ -68,7 +67,6 @@ def test_a_small_benchmark_runs_end_to_end():
     assert "CPU time of transformers.generate" in text
     assert "AWQ int4" in text
     assert "6 requests" in text
-    assert "round 1, one request: this engine" in logged
 
 
 def test_the_engine_refuses_repeated_and_failing_requests():
@@ -116,12 +114,10 @@ def test_tokens_are_equal_or_diverge_at_a_near_tie():
 @pytest.mark.parametrize(
     ("name", "reason"), [("broken", "exited with code 1\n(.|\n)*no such instruction"), ("mortal", "exited with code 7")]
 )
-def test_the_error_of_a_failed_peer_names_the_reason(tmp_path, name, reason):
-    python = tmp_path / name  # the name makes the driver fail
-    python.symlink_to(sys.executable)
+def test_the_error_of_a_failed_peer_names_the_reason(name, reason):
     with (
         pytest.raises(EnvironmentFailed, match=f"peer fake: its process {reason}"),
-        Peer("fake", str(python), TASK) as peer,
+        Peer("fake", sys.executable, replace(TASK, model=name)) as peer,
     ):
         peer.run_set("set 1")
 
@@ -131,5 +127,3 @@ def test_peers_are_named():
     for wrong in ("vllm", "tgi=/bin", "vllm=/no/such/python"):
         with pytest.raises(ConfigError, match="--peer"):
             parse_peer(wrong)
-    with pytest.raises(ConfigError, match="at least 1"):
-        bench_engine("tiny", batch_sizes=(0,))

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import ladder, plan, simulate
-from benchmarks.ladder import CONTINUOUS, INT4, ONE, SHARING, STATIC
+from benchmarks import plan, simulate
 from benchmarks.request_sets import REQUEST_SETS
 from benchmarks.simulate import BLOCK_SIZE, Machine, SimulatedEngine, SimulatedRow, job_units
 from pipeline.roofline.cards import find_card
@@ -20,14 +19,10 @@ from pipeline.roofline.shares import MEASURED
 TINY = {
     "engine": "--model tiny --requests 2 --rounds 1 --prompt-tokens 8 --output-tokens 2-4 --batch-sizes 2",
     "speculation": "--text extractive --batch-sizes 1 --rows 1 --rounds 1",
-    "choice": "--rows 3 --own-tokens 12 --rounds 1",
     "floor": "--model tiny --requests 4 --output-tokens 2-4",
     "grammar": "--rows 2 --rounds 1 --dtype float32",
-    "ladder": "--requests 4 --batch 2 --rounds 1 --output-tokens 2-6 --dtype float32",
     "plan": "--scale 1 --files 2 --rows-per-file 1000 --parts-per-window 2",
     "scheduler": "--sequences 8 --steps 2 --rounds 1",
-    "server_window": "--slots 4 --turns 2 --token-ms 1",
-    "simulate admission": "--rows 16 --max-num-seqs 8 --kv-share 1",
     "simulate schedule": "--model qwen3-0.6b --card l4 --requests shared --smaller 64",
     "simulate pools": "--actors 1,2 --in-flight 1 --rows 20",
 }
@@ -53,9 +48,6 @@ def test_each_script_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = CliRunner().invoke(module.main, ["--help"]).stdout
     assert f"python -m benchmarks.{name.split()[0]}" in shown
     match name:
-        case "choice":
-            first = found["sets"][0]
-            assert first["computed_tokens"]["generate freely"] == first["computed_tokens"]["choose"] + 2 * 3
         case "floor":
             assert [phase["name"].strip() for phase in found["phases"][:2]] == ["prompts", "decoding"]
             assert all(min(phase["wall_s"], phase["gemm_s"]) > 0 for phase in found["phases"])
@@ -63,18 +55,12 @@ def test_each_script_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             free, _, in_json, _ = found["ways"]
             assert len({way["tokens"] for way in found["ways"]}) == 1, "equal work"
             assert in_json["steps"] < free["steps"], "forced tokens take no step"
-        case "ladder":
-            rungs = {rung["name"]: rung for rung in found["rungs"]}
-            assert [rung["equal"] for name, rung in rungs.items() if name != ladder.ROUNDED] == [4] * 6
-            assert rungs[ONE]["at_once"] == 1.0 < rungs[STATIC]["at_once"] <= 2.0
-            assert rungs[SHARING]["computed_tokens"] < rungs[CONTINUOUS]["computed_tokens"] == found["prompt_tokens"]
-            assert rungs[INT4]["at_once"] >= rungs[SHARING]["at_once"], "saved weights hold keys and values"
         case "plan":
             assert [(c["files"], c["rows"], c["parts"]) for c in found["costs"]] == [(2, 2000, 2)]
 
 
 def test_an_unknown_card_is_an_error_message() -> None:
-    done = CliRunner().invoke(simulate.main, ["admission", "--card", "tpu"])
+    done = CliRunner().invoke(simulate.main, ["pools", "--card", "tpu"])
     assert done.exit_code == 1
     assert "--card tpu: no such card" in done.stderr
 
