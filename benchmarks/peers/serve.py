@@ -1,8 +1,7 @@
 """Serve a peer in its environment, line by line: `python serve.py DRIVER TASK.json`.
 
-The task is a JSON object with the fields of `contenders.PeerTask`. `sets` maps a name to a list of {"prompt_token_ids": [...], "max_tokens": n, "ignore_eos": true}. Decoding is
-greedy.
-The driver module defines
+The task is a JSON object with the fields of `contenders.PeerTask`. `sets` maps a name to a list of
+{"prompt_token_ids": [...], "max_tokens": n, "ignore_eos": true}. Decoding is greedy. The driver module defines
 
     load(task) -> (run, settings)    run(requests) -> their generated token ids;  settings: versions and settings
 
