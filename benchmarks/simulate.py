@@ -21,7 +21,6 @@ from benchmarks.measure import table
 from benchmarks.request_sets import REQUEST_SETS, Lengths, RequestSet, find_set
 from benchmarks.script import SETTINGS, clean_errors, help_text, json_flag, parse_sizes, progress, report
 from benchmarks.shapes import model_size
-from pipeline.cli.options import FiniteRange
 from pipeline.data.bucket import BYTES_PER_TOKEN, cut_units
 from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
 from pipeline.engine.request import Request
@@ -345,7 +344,7 @@ def compare_schedules(model: str, card: str, sets: Sequence[str], smaller: int, 
 @click.option("--actors", metavar="N,N", default="1,4", show_default=True, callback=parse_sizes, help="Machines.")
 @click.option("--in-flight", metavar="N,N", default="4,16,43", show_default=True, callback=parse_sizes,
               help="Units in progress per engine.")  # fmt: skip
-@click.option("--join-s", type=FiniteRange(min=0), default=0.0, show_default=True,
+@click.option("--join-s", type=click.FloatRange(min=0), default=0.0, show_default=True,
               help="Seconds within which machines arrive, one after the other.")  # fmt: skip
 @click.option("--rows", type=click.IntRange(min=1), default=2000, show_default=True, help="Rows per machine.")
 @json_flag
