@@ -9,7 +9,7 @@ from statistics import median
 
 import pytest
 
-from pipeline.endpoint.window import Window
+from pipeline.endpoint.window import FACTOR, FIRST, HELD_EPOCHS, Window
 
 TURNS = 400  # of all slots, in a simulated job
 LENGTHS: dict[str, Callable[[random.Random], int]] = {
@@ -101,7 +101,11 @@ def test_rate_is_near_that_of_the_best_fixed_window(server: SimulatedServer, len
     best_s, _ = server.simulate(best, TURNS * best, LENGTHS[lengths])
     seconds, sizes = server.simulate(Window(1024, 0.0), TURNS * best, LENGTHS[lengths])
     assert best_s / seconds >= 0.97
-    assert median(sizes[-len(sizes) // 4 :]) == pytest.approx(best, rel=0.1)
+    usual = median(sizes[-len(sizes) // 4 :])
+    if server.has_gauges or server.limit < 1 << 30:
+        assert usual == pytest.approx(best, rel=0.1)
+    else:  # the last growth that raised the rate, and the one that did not
+        assert best <= usual <= best * FACTOR**2
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -109,9 +113,23 @@ def test_rate_is_near_that_of_the_best_fixed_window(server: SimulatedServer, len
 def test_few_slots_never_close_the_window(slots: int, is_limited: bool):
     server, window = SimulatedServer(slots=slots), Window(slots if is_limited else 1024, 0.0)
     seconds, sizes = server.simulate(window, 9000, LENGTHS["uniform"])
-    assert min(sizes) >= 1
-    assert sizes[-1] <= slots + 1
+    assert 1 <= min(sizes) <= max(sizes) <= FACTOR**2 * FIRST
     assert server.simulate(slots, 9000, LENGTHS["uniform"])[0] / seconds >= 0.95
+
+
+def test_a_window_that_stopped_too_early_grows_later():
+    """The rate does not rise with the first growth, as the rows are longer by then."""
+    window, now_s, sizes = Window(1024, 0.0), 0.0, list[int]()
+    for _ in range(HELD_EPOCHS + 8):
+        size = window.size(now_s)
+        for _ in range(3 * size):
+            now_s += 1 / min(size, 200) if len(sizes) != 1 else 1 / 16
+            window.answered(now_s, 100, num_open=size)
+            if window.size(now_s) != size:
+                break
+        sizes.append(window.size(now_s))
+    assert sizes[2] == FACTOR * FIRST
+    assert sizes[-1] >= 200
 
 
 def test_maximum_size_limits_growth():
