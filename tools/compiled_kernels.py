@@ -29,9 +29,9 @@ MAX_SPILLED = 8  # bytes
 HEAD = """# Compiled GPU kernels
 
 Written by `python -m tools.compiled_kernels` with Triton {triton}. Compiled without a GPU, so nothing here was timed.
-Sizes are those of Llama-3-8B in bfloat16, unless a kernel's name says otherwise. The tests compile all kernels for
-sm_80, sm_89 and sm_90 and fail if a kernel spills more than {spilled} bytes, has fewer blocks than "at least" or more
-instructions than "at most". `--check` does so for sm_100 too, and with other versions of Triton.
+Sizes are those of Llama-3-8B in bfloat16, unless a kernel's name says otherwise. `--check` compiles all
+kernels and fails if one spills more than {spilled} bytes, has fewer blocks than "at least" or more instructions than
+"at most", also with other versions of Triton. The tests compile a sample for sm_80, sm_89 and sm_90.
 
 - registers, spilled (bytes): per thread. shared: bytes per block. blocks: number that fit a multiprocessor at once.
 - instructions: of PTX, in the largest loop, as are shuffles, barriers, waits (for wgmma) and products (the kind of

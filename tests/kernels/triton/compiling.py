@@ -234,9 +234,10 @@ def chosen(name: str) -> dict[str, Launch]:
     return all_of | {f"{key}, groups of 5": launch for key, launch in by_5.items()}
 
 
-def main(name: str) -> None:
-    target = TARGETS[name]
-    for key, launch in chosen(name).items():
+def main(name: str, *sample: str) -> None:
+    """Compile the kernels of a target with these names, or all, and print a line of JSON for each."""
+    target, launches = TARGETS[name], chosen(name)
+    for key, launch in ((key, launches[key]) for key in sample or launches):
         compiled = compile_for(launch, target)
         loop = compiled.loop()
         text = "\n".join(loop)
@@ -255,4 +256,4 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
