@@ -12,7 +12,8 @@ import pytest
 
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
-from pipeline.model.families import FAMILIES, WRAPPERS
+from pipeline.model.config_values import WRAPPERS
+from pipeline.model.families import FAMILIES
 from tests.engine.ahead import run_ahead
 
 ROOT = Path(__file__).parents[1]

@@ -11,9 +11,11 @@ from pipeline.checkpoints.quantizer_files import CONFIG, quantization_options
 from pipeline.errors import ConfigError, ModelError
 from pipeline.kernels.activations.act_quant import rounds_all
 from pipeline.kernels.cache import head_bytes
-from pipeline.model.families import FAMILIES, ON_A_SERVER, UNSUPPORTED, Family, FamilyFields, model_values
+from pipeline.model.config_values import model_values
+from pipeline.model.families import FAMILIES, Family, FamilyFields
 from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
 from pipeline.model.rope import Rope
+from pipeline.model.unsupported import ON_A_SERVER, UNSUPPORTED
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
 from pipeline.weights.config_fields import Fields
 from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4, read_format

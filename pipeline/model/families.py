@@ -1,6 +1,7 @@
 """The supported families: for each `model_type` one function that describes its layers, its defaults and its names.
 
-Family names occur only here. Everything else branches on the fields of `LayerSpec` and `ModelConfig`. Imports no torch.
+Family names occur only here, in `unsupported.py` and in `config_values.py`. Everything else branches on the fields of
+`LayerSpec` and `ModelConfig`. Imports no torch.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -9,8 +10,6 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, get_args
 
-from pipeline.checkpoints.file_checks import read_json
-from pipeline.checkpoints.quantizer_files import CONFIG
 from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA, Routing
 from pipeline.model.layer_spec import Activation, ExpertSpec, LayerSpec, TensorNames
 from pipeline.model.rope import NO_ROPE, Rope
@@ -451,52 +450,3 @@ FAMILIES: dict[str, Family] = {
                         keys={"attention_bias": "qkv_bias", "mlp_bias": "bias"}),
 }  # fmt: skip
 """By model_type."""
-
-_REASONS = {
-    "its experts differ in form from the supported ones": "phimoe granitemoe dbrx llama4 llama4_text ernie4_5_moe "
-    "minimax_m2 hunyuan_v1_moe",
-    "its attention is latent (MLA)": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 minicpm3 mistral4",
-    "some of its layers are Gated DeltaNet": "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe olmo_hybrid",
-    "some of its layers are Mamba": "mamba mamba2 falcon_mamba nemotron_h bamba jamba zamba2 falcon_h1 "
-    "granitemoehybrid",
-    "its layers differ in head size, or share keys and values": "gemma3n gemma3n_text gemma4 gemma4_text",
-    "its rotary positions pair neighbours": "cohere cohere2 glm glm4",
-    "layers of its form are not implemented yet": "exaone4 gpt_neox gpt_bigcode falcon phi opt bloom stablelm",
-    "it reads images or audio": "llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe "
-    "qwen2_audio qwen2_5_omni internvl idefics3 smolvlm mllama paligemma pixtral whisper phi4_multimodal",
-    "it is an encoder-decoder": "t5 mt5 umt5 bart mbart pegasus marian m2m_100 t5gemma",
-    "it is an encoder": "bert roberta xlm-roberta distilbert deberta-v2 electra modernbert mpnet nomic_bert",
-}
-UNSUPPORTED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
-"""By model_type: why it is not supported."""
-ON_A_SERVER = "A server may run it (docs/servers.md); in the job file: server: {serve: [vllm, serve, MODEL]}"
-
-_EXPERT_KEYS = "num_experts", "n_routed_experts", "num_local_experts"  # names of the same, in families and versions
-
-WRAPPERS = {"gemma3": "gemma3_text", "mistral3": "ministral3"}
-"""Models with an image encoder, by model_type, and the family of their text model if its values name none."""
-
-
-def model_values(folder: Path) -> dict[str, Any]:
-    """Return the values of `folder`/config.json by their common names, with the family's defaults for missing keys; of
-    a model with an image encoder, those of its text model. Raises ModelError.
-
-    A missing key takes the value of the family's config class in transformers; a null stays null.
-    """
-    values = read_json(folder / CONFIG)
-    if str(values.get("model_type")) in WRAPPERS:
-        values = _text_values(values, folder / CONFIG)
-    family = FAMILIES.get(str(values.get("model_type")))
-    if family is None:
-        return values
-    experts = [values[key] for key in _EXPERT_KEYS if key in values]
-    values = {**family.defaults} | values | ({"num_experts": experts[-1]} if experts else {})
-    return values | {common: values[own] for common, own in family.keys.items() if own in values}
-
-
-def _text_values(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    inner = Fields(values, path).section("text_config").values
-    outer = ("architectures", "quantization_config", "compression_config", "dtype", "torch_dtype")
-    kept = {key: values[key] for key in outer if key in values}
-    ties = {key: values[key] for key in ("tie_word_embeddings",) if key in values}  # decides also in transformers
-    return {"model_type": WRAPPERS[values["model_type"]]} | kept | inner | ties

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pipeline.checkpoints.quantizer_files import quantization_options
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import ModelConfig, read_config
-from pipeline.model.families import model_values
+from pipeline.model.config_values import model_values
 from pipeline.model.load import as_stored
 from pipeline.quantize import layouts
 from pipeline.quantize.gptq import DAMPING

@@ -16,9 +16,11 @@ from pipeline.demo import demo_model
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import read_config
+from pipeline.model.config_values import WRAPPERS
 from pipeline.model.decoder import Decoder
-from pipeline.model.families import FAMILIES, UNSUPPORTED, WRAPPERS
+from pipeline.model.families import FAMILIES
 from pipeline.model.load import checkpoint_files
+from pipeline.model.unsupported import UNSUPPORTED
 from tests.model_folders import FAMILIES as FAMILY_VARIANTS
 from tests.model_folders import Family, make_family, small_config, write_checkpoint
 

@@ -16,7 +16,7 @@ from pipeline.config import JobConfig
 from pipeline.config.sections.sampling import SamplingSection
 from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.errors import ConfigError, ModelError
-from pipeline.model.families import model_values
+from pipeline.model.config_values import model_values
 from pipeline.stores.redaction import shown_url
 
 SAMPLING_FILE = "generation_config.json"

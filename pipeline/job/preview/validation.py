@@ -22,7 +22,7 @@ from pipeline.job.planning.plan import plan_of
 from pipeline.job.planning.resolution import OF_JOB, Resolution
 from pipeline.job.preview.prompt_preview import first_prompt, prompt_tokens
 from pipeline.machine.host import wall_time
-from pipeline.model.families import model_values
+from pipeline.model.config_values import model_values
 from pipeline.report.record.data_warnings import input_warnings
 from pipeline.stores.redaction import shown_url
 
