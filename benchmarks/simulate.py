@@ -29,7 +29,7 @@ from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan, StepTokens
 from pipeline.engine.startup.memory import weight_layout
 from pipeline.engine.startup.mixed_tokens import LAUNCH_S, host_bound_tokens

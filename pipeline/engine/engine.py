@@ -32,8 +32,10 @@ from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
+from pipeline.engine.schedule.request_stream import RequestStream
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import RequestStream, Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Sequence
+from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.startup.build import build
 from pipeline.engine.startup.speculation import make_spec_decoder
 from pipeline.engine.stats import EngineStats

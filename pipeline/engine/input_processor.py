@@ -10,9 +10,11 @@ from pipeline.engine.reading.sequences import ModelOutputs, prompt_reader, seque
 from pipeline.engine.reasoning.requests import RequestReasoning
 from pipeline.engine.request import Request
 from pipeline.engine.samples import ParentRequest, sample_seed
+from pipeline.engine.schedule.request_stream import RequestStream
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import RequestStream, Sequence, token_array
+from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.step.grammar_masks import GrammarMasks
+from pipeline.engine.token_ids import token_array
 from pipeline.errors import ConfigError, RowError
 from pipeline.tokenization.detokenizer import StopChecker
 from pipeline.tokenization.tokenizer import Tokenizer

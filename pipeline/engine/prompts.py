@@ -6,8 +6,8 @@ from typing import Any
 
 from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.sequence import given_ids
 from pipeline.engine.tasks import Choice, Score, Task
+from pipeline.engine.token_ids import given_ids
 from pipeline.errors import ConfigError
 from pipeline.tokenization.labels import encode_labels
 from pipeline.tokenization.tokenizer import Tokenizer

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA, Routing
 from pipeline.model.layer_spec import Activation, ExpertSpec, LayerSpec, TensorNames
 from pipeline.model.rope import NO_ROPE, Rope
+from pipeline.model.unsupported import ON_A_SERVER
 from pipeline.weights.config_fields import Fields
 
 FULL, SLIDING = "full_attention", "sliding_attention"

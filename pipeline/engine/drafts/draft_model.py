@@ -26,8 +26,9 @@ from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_host import distribution, greedy
 from pipeline.engine.sampling.random_numbers import DRAFT, PLAIN, draw, uniforms
 from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.sampling_options import is_greedy
 from pipeline.engine.schedule.scheduler import allot
-from pipeline.engine.schedule.sequence import SlotTable, is_greedy
+from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan, build_input
 from pipeline.kernels.memory import on_device
 

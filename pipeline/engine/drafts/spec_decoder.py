@@ -15,7 +15,7 @@ from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.rejection import ProposalDistribution
 from pipeline.engine.sampling.verify import Verified, verify
 from pipeline.engine.schedule.scheduler import Scheduler, allot
-from pipeline.engine.schedule.sequence import ranges
+from pipeline.engine.schedule.slot_table import ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import end_of_drafts
 from pipeline.engine.stats import EngineStats

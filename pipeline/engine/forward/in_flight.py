@@ -15,7 +15,7 @@ import torch
 from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.on_device import PendingOutput
 from pipeline.engine.sampling.penalties import FutureIds
-from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN, SlotTable
+from pipeline.engine.schedule.slot_table import PLACEHOLDER_TOKEN, SlotTable
 from pipeline.engine.schedule.step_plan import StepInput, StepPlan
 from pipeline.kernels.memory import on_device
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.sequence import is_greedy
+from pipeline.engine.schedule.sampling_options import is_greedy
 
 MAX_ROW_TOKENS = 8192  # of a prompt and its completion
 MAX_NUM_SEQS = 8  # that the reference generates at once

@@ -8,8 +8,10 @@ import numpy as np
 from pipeline.engine.reading.label_tree import LabelReader, LabelTree
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader, StatesReader
 from pipeline.engine.request import Request
-from pipeline.engine.schedule.sequence import RequestStream, Sequence, token_array
+from pipeline.engine.schedule.request_stream import RequestStream
+from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.tasks import Choice, Classify, Embed, HiddenStates, Score
+from pipeline.engine.token_ids import token_array
 from pipeline.errors import RowError
 
 _tree_of = lru_cache(maxsize=256)(LabelTree.from_labels)  # usually all rows of a job have the same labels

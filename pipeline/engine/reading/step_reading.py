@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader, StatesReader
-from pipeline.engine.schedule.sequence import SlotTable, ranges
+from pipeline.engine.schedule.slot_table import SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 
 LOGIT_VALUES = 1 << 25  # 128 MiB of logits at once, plus some copies: 1,048 rows of a vocabulary of 32,000

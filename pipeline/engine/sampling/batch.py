@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pipeline.engine.grammar.token_mask import TokenMask
-from pipeline.engine.schedule.sequence import SlotTable, ranges
+from pipeline.engine.schedule.slot_table import SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.tasks import TokenLogprobs
 

@@ -20,7 +20,7 @@ from pipeline.engine.sampling.penalties import LARGE, FutureIds, adjusted, on_ro
 from pipeline.engine.sampling.random_numbers import PLAIN, uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution, replace_by_accepted
 from pipeline.engine.sampling.top_p import weights
-from pipeline.engine.schedule.sequence import adjusts_logits
+from pipeline.engine.schedule.sampling_options import adjusts_logits
 from pipeline.kernels.memory import on_device, to_host
 
 

@@ -28,7 +28,7 @@ from pipeline.engine.sampling.penalties import adjusted, on_rows
 from pipeline.engine.sampling.random_numbers import PLAIN, draw, uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution, replace_by_accepted
 from pipeline.engine.sampling.top_p import weights
-from pipeline.engine.schedule.sequence import adjusts_logits
+from pipeline.engine.schedule.sampling_options import adjusts_logits
 
 _BLOCK_VALUES = 1 << 20  # logits that are sampled from at a time on CPU: 4 MiB
 

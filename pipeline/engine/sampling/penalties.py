@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from pipeline.engine.sampling.batch import SamplingBatch
-from pipeline.engine.schedule.sequence import counts_output, ranges
+from pipeline.engine.schedule.sampling_options import counts_output
+from pipeline.engine.schedule.slot_table import ranges
 from pipeline.kernels.memory import on_device
 
 LARGE = 1e30  # bound of options and penalised logits: far from fp32's maximum, and 1 / LARGE is no denormal

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.engine.schedule.block_pool import BlockPool
-from pipeline.engine.schedule.sequence import Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Sequence
+from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.stats import EngineStats
 
 HISTORY = 1024  # last finished sequences from which lengths are predicted

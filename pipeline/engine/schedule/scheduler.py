@@ -25,7 +25,8 @@ import numpy as np
 from pipeline.engine.schedule.admission import Admission
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.pacing import AdmissionPacing
-from pipeline.engine.schedule.sequence import Sequence, SlotTable, ranges
+from pipeline.engine.schedule.sequence import Sequence
+from pipeline.engine.schedule.slot_table import SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan, StepTokens
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import RowError

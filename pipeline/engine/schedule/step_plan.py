@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.engine.schedule.sequence import SlotTable, ranges
+from pipeline.engine.schedule.slot_table import SlotTable, ranges
 from pipeline.engine.stats import EngineStats
 from pipeline.kernels.shared_prefix import cut_rows
 

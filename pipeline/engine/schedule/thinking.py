@@ -6,7 +6,7 @@ Suffixes: R sequences, one for each token or row of logits.
 import numpy as np
 
 from pipeline.engine.reasoning.tracking import RowReasoning, Thinking
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.slot_table import SlotTable
 
 
 def update_thinking(table: SlotTable, slot_R: np.ndarray, token_R: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.sampling.top_p import weights
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, sampling_options
+from pipeline.engine.schedule.sampling_options import SAMPLING_OPTIONS, sampling_options
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.memory import release_cached_memory
 from pipeline.engine.startup.resolve import Resolved

@@ -17,7 +17,7 @@ from pipeline.engine.grammar.matcher import NOTHING_FITS, RowMatcher
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.grammar.token_mask import MaskFiller, TokenMask
 from pipeline.engine.reasoning.tracking import Thinking
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import budget_exhausted, closing_ids, num_thoughts
 from pipeline.engine.stats import EngineStats

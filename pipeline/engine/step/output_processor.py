@@ -19,7 +19,8 @@ from pipeline.engine.reasoning.tracking import Decode, RowReasoning, TextReasoni
 from pipeline.engine.sampling.batch import SamplerOutput
 from pipeline.engine.sampling.verify import Verified
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Sequence, ranges
+from pipeline.engine.schedule.sequence import Sequence
+from pipeline.engine.schedule.slot_table import ranges
 from pipeline.engine.schedule.thinking import update_thinking
 from pipeline.engine.step.grammar_masks import GrammarMasks
 from pipeline.engine.step.repetition import repeats_itself

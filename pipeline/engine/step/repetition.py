@@ -8,7 +8,7 @@ Suffixes: R sequences, G those with detection, P pattern sizes, C candidates (a 
 
 import numpy as np
 
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.slot_table import SlotTable
 
 
 def repeats_itself(table: SlotTable, slot_R: np.ndarray) -> np.ndarray:

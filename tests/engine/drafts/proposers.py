@@ -9,7 +9,7 @@ from pipeline.engine.drafts.policy import DraftPolicy, FixedDrafts, Proposal
 from pipeline.engine.drafts.proposer import Drafts, Proposer
 from pipeline.engine.drafts.spec_decoder import SpecDecoder
 from pipeline.engine.engine import Engine
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.slot_table import SlotTable
 
 
 def draft_with(engine: Engine, proposer: Proposer, policy: DraftPolicy | None = None) -> Engine:

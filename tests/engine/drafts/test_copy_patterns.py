@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.engine.drafts.lookup.compiled_lookup import MAX_MATCH, MIN_MATCH
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.slot_table import SlotTable
 from tests.engine.drafts.test_ngram import admit, append, leave
 
 ON, BY, FOR, STOP = 901, 902, 903, 904  # words of outputs

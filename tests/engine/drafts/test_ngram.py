@@ -8,7 +8,8 @@ from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.drafts.policy import Proposal
 from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.sequence import Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Sequence
+from pipeline.engine.schedule.slot_table import SlotTable
 
 NONE = np.array([], dtype=np.int64)
 

@@ -9,7 +9,7 @@ import torch
 from pipeline.engine.sampling.batch import SamplingBatch
 from pipeline.engine.sampling.on_device import sample_on_device
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, sampling_options
+from pipeline.engine.schedule.sampling_options import SAMPLING_OPTIONS, sampling_options
 from pipeline.kernels import reference
 
 EOS = frozenset({2})

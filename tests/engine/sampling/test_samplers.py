@@ -11,7 +11,7 @@ from pipeline.engine.sampling.on_host import distribution, greedy, sample
 from pipeline.engine.sampling.penalties import FutureIds, adjusted
 from pipeline.engine.sampling.rejection import ProposalDistribution
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN
+from pipeline.engine.schedule.slot_table import PLACEHOLDER_TOKEN
 from tests.engine.sampling.sampled_rows import LOGITS, OPTIONS, batch_of, mixed_rows, on_device, rows_of
 
 

@@ -21,7 +21,8 @@ from pipeline.engine.sampling.random_numbers import DRAFT, draw, uniforms
 from pipeline.engine.sampling.rejection import ProposalDistribution
 from pipeline.engine.sampling.verify import verify
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.sequence import SAMPLING_OPTIONS, ranges, sampling_options
+from pipeline.engine.schedule.sampling_options import SAMPLING_OPTIONS, sampling_options
+from pipeline.engine.schedule.slot_table import ranges
 from tests.engine.sampling import sampled_rows
 from tests.engine.sampling.sampled_rows import p_value
 

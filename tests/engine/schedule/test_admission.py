@@ -8,7 +8,8 @@ from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.admission import Admission, BlockDemand
 from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.scheduler import Scheduler
-from pipeline.engine.schedule.sequence import Sequence, SlotTable
+from pipeline.engine.schedule.sequence import Sequence
+from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.stats import EngineStats
 
 SIZE = 4

@@ -15,7 +15,7 @@ from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.request import Request
 from pipeline.engine.sampling.on_device import PendingOutput
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.engine.schedule.sequence import PLACEHOLDER_TOKEN
+from pipeline.engine.schedule.slot_table import PLACEHOLDER_TOKEN
 from pipeline.engine.schedule.step_plan import StepInput
 from tests.engine.drafts.proposers import draft_with
 from tests.engine.drafts.random_rows import odd_requests, roomy_engine, same

@@ -19,7 +19,7 @@ from pipeline.engine.drafts.lookup import compiled_copies
 from pipeline.engine.drafts.lookup.compiled_lookup import BORDER, new_table
 from pipeline.engine.drafts.lookup.finished_outputs import FinishedOutputs
 from pipeline.engine.drafts.policy import Proposal
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.slot_table import SlotTable
 
 MAX_CONTEXTS = 1 << 13  # of copies
 MAX_COPIES = 16  # known for each context

@@ -20,7 +20,7 @@ from pipeline.engine.drafts.lookup.copy_patterns import CopyPatterns
 from pipeline.engine.drafts.lookup.finished_outputs import FinishedOutputs
 from pipeline.engine.drafts.policy import Proposal
 from pipeline.engine.drafts.proposer import Drafts
-from pipeline.engine.schedule.sequence import SlotTable
+from pipeline.engine.schedule.slot_table import SlotTable
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
