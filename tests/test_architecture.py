@@ -138,10 +138,10 @@ def files_of_a_run(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return log.read_text().splitlines()
 
 
-@pytest.mark.parametrize("of", ["row", "command"])
-def test_the_listed_paths_of_a_row_and_a_command_are_true(files_of_a_run: list[str], of: str) -> None:
+@pytest.mark.parametrize("path", ["row", "command"])
+def test_the_listed_paths_of_a_row_and_a_command_are_true(files_of_a_run: list[str], path: str) -> None:
     page = PAGE.read_text(encoding="utf-8")
-    section = page.partition(f"## Path of a {of}\n")[2].partition("\n## ")[0]
+    section = page.partition(f"## Path of a {path}\n")[2].partition("\n## ")[0]
     listed = [name for name in re.findall(r"`([\w/]+\.py)`", section) if name not in DECLARATIONS]
     assert len(listed) > 10
     assert {*listed} - {*files_of_a_run} <= OTHER_JOBS
