@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.measure import table
 from benchmarks.request_sets import REQUEST_SETS, Lengths, RequestSet, find_set
 from benchmarks.script import SETTINGS, clean_errors, help_text, json_flag, parse_sizes, progress, report
+from benchmarks.shape_costs import kv_room, weight_layout
 from benchmarks.shapes import model_size
 from pipeline.data.bucket import BYTES_PER_TOKEN, cut_units
 from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
@@ -31,13 +32,11 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence as Row
 from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.schedule.step_plan import StepPlan, StepTokens
-from pipeline.engine.startup.memory import weight_layout
 from pipeline.engine.startup.mixed_tokens import LAUNCH_S, host_bound_tokens
 from pipeline.engine.stats import EngineStats
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import find_card
-from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, StepLoad, Weights, step_seconds
-from pipeline.roofline.job_simulation import kv_room
+from pipeline.roofline.cost_model import Ceilings, DecoderSize, StepLoad, Weights, step_seconds
 from pipeline.roofline.shares import MEASURED
 
 # Host time of an iteration, measured by `benchmarks.scheduler`. REPLAY_S is an assumption.
@@ -79,7 +78,7 @@ class Machine:
         """Return a machine for a shape or checkpoint, with the engine's settings and measured utilization."""
         (size, weights), found = model_size(model), find_card(card)
         ceilings, borders = Ceilings.of_card(found, MEASURED), crossover_of(found.compute_capability)
-        form = weight_layout(weights, size, ceilings, borders, max_num_seqs, DENSE_BYTES)
+        form = weight_layout(weights, size, ceilings, borders, max_num_seqs)
         mixed_tokens = host_bound_tokens(size, form, ceilings, MAX_NUM_BATCHED_TOKENS) if captures_mixed else 0
         return cls(
             size=size,

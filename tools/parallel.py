@@ -22,9 +22,10 @@ from itertools import product
 
 import numpy as np
 
+from benchmarks.shape_costs import kv_room, resident_bytes, weight_layout
 from benchmarks.shapes import model_size
 from pipeline.engine.startup.batch_limits import BLOCK_SIZES, gpu_limits
-from pipeline.engine.startup.memory import usable_kv_room, weight_layout
+from pipeline.engine.startup.memory import SLACK_BYTES
 from pipeline.estimate.fit import GROUP_SIZES
 from pipeline.formatting import counted
 from pipeline.kernels.triton.linear.crossover import crossover_of
@@ -75,11 +76,11 @@ def requests_of(mean: tuple[int, int], count: int) -> list[RequestTokens]:
 def served(card: Card, size: DecoderSize, weights: Weights, num_cards: int) -> Served:
     """Return the engine's settings for a group of cards. size: of what the group holds."""
     ceilings = Ceilings.of_card(card, MEASURED, num_cards)
-    packed = replace(weights, cached=False).resident_bytes(size.local(num_cards))
+    packed = resident_bytes(replace(weights, cached=False), size.local(num_cards))
     limits = gpu_limits(card.memory_bytes, card.compute_capability, int(packed))
     borders = crossover_of(card.compute_capability)
-    form = weight_layout(weights, size, ceilings, borders, limits.max_num_seqs, DENSE_BYTES)
-    room = usable_kv_room(size, form, ceilings, DENSE_BYTES)
+    form = weight_layout(weights, size, ceilings, borders, limits.max_num_seqs)
+    room = kv_room(size, form, ceilings, SLACK_BYTES)
     return Served(
         ceilings, form, Batching(limits.max_num_seqs, limits.max_num_batched_tokens, room, BLOCK_SIZES["cuda"])
     )

@@ -15,13 +15,14 @@ from benchmarks.contenders import Peer, PeerTask
 from benchmarks.gpu.section import Found, Setting, launch_mixed_steps
 from benchmarks.measure import facts_to_text, table
 from benchmarks.request_sets import RequestSet, find_set, run_requests
+from benchmarks.shape_costs import Moment, job_bytes, job_flops, tail_seconds
 from benchmarks.shapes import bench_model
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.startup.memory import free_cpu_bytes
 from pipeline.model.config import read_config
 from pipeline.roofline.cost_model import Ceilings
-from pipeline.roofline.job_simulation import Batching, SimulatedMoment, job_bytes, job_flops, simulate_job, tail_seconds
+from pipeline.roofline.job_simulation import Batching, simulate_job
 
 SETS = ("generation", "summaries", "classification", "shared", "single")
 SMOKE_BY = 256, 16  # divisors of the sets' requests and tokens
@@ -108,14 +109,14 @@ def jobs_to_lines(ran: Sequence[Job]) -> list[str]:
     return table(f"{columns} | tail s >6.2f | {counts}", rows)
 
 
-def _run_set(engine: Engine, work: RequestSet, round_name: str) -> list[SimulatedMoment]:
-    moments: list[SimulatedMoment] = []
+def _run_set(engine: Engine, work: RequestSet, round_name: str) -> list[Moment]:
+    moments: list[Moment] = []
     batch_sum, start = engine.stats.batch_sum, time.perf_counter()
 
     def note() -> None:
         nonlocal batch_sum
         batch_sum, sequences = engine.stats.batch_sum, engine.stats.batch_sum - batch_sum
-        moments.append(SimulatedMoment(time.perf_counter() - start, engine.num_unfinished, sequences))
+        moments.append(Moment(time.perf_counter() - start, engine.num_unfinished, sequences))
 
     run_requests(engine, work.round(round_name, engine.runner.vocab_size), True, note)
     return moments

@@ -189,17 +189,6 @@ class Weights:
             return 1.0 + SCALE_BYTES / self.group_size
         return self.packed_bytes if self.int4 else DENSE_BYTES
 
-    def resident_bytes(self, size: DecoderSize) -> float:
-        """Return the bytes of the linears, the embedding and the head (tied ones counted twice)."""
-        cached_bytes = DENSE_BYTES if self.int4 and self.cached and not self.fp8 else 0.0
-        linears = (size.linear_parameters - size.expert_parameters) * (self.read_bytes + cached_bytes)
-        return linears + size.expert_parameters * self.expert_bytes + 2 * size.head_parameters * DENSE_BYTES
-
-    def step_bytes(self, size: DecoderSize, num_tokens: float) -> float:
-        """Return the minimum bytes of the linears and the head that a step of `num_tokens` reads."""
-        linears, experts = size.read_parameters(num_tokens)
-        return linears * self.read_bytes + experts * self.expert_bytes + size.head_parameters * DENSE_BYTES
-
 
 DENSE = Weights(int4=False)
 AWQ = Weights(int4=True, expert_bytes=0.5 + 4 / 128)

@@ -7,7 +7,7 @@ token of each running sequence that decodes, and chunks of prompts in the order 
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from pipeline.roofline.cost_model import (
     StepLoad,
     StepSeconds,
     Weights,
-    seen_keys,
     step_seconds,
 )
 
@@ -45,55 +44,18 @@ class Batching:
 @dataclass(frozen=True)
 class JobSeconds:
     """Simulated time of a job. `parts` sums those of its steps; overlapping parts both count in full, so their total
-    may exceed wall_s.
-
-    tail_s: the end of wall_s, in which fewer requests were unfinished than half of the maximum that ran at once.
-    kv_used and sequences: averages over time.
-    """
+    may exceed wall_s."""
 
     wall_s: float
-    tail_s: float
     num_steps: int
     prompt_tokens: int
     output_tokens: int
-    kv_used: float
-    sequences: float
     parts: StepSeconds
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self.output_tokens / self.wall_s
 
     @property
     def tokens_per_s(self) -> float:
         """Rate of computed prompt tokens and generated tokens."""
         return (self.prompt_tokens + self.output_tokens) / self.wall_s
-
-
-def kv_room(
-    size: DecoderSize, weights: Weights, card: Ceilings, share: float = 0.9, kv_value_bytes: float = DENSE_BYTES
-) -> int:
-    """Return the KV cache's tokens in `share` of each card's memory minus its share of the weights; 0 if the weights do
-    not fit. size: of the whole model."""
-    size = size.local(card.num_cards)
-    left = card.memory_bytes * share - weights.resident_bytes(size)
-    return max(int(left // size.kv_bytes_per_token(kv_value_bytes)), 0)
-
-
-@dataclass(frozen=True)
-class SimulatedMoment:
-    """Progress of a run: seconds since its start, unfinished requests, sequences in the previous step."""
-
-    at_s: float
-    unfinished: int
-    sequences: int
-
-
-def tail_seconds(moments: Sequence[SimulatedMoment]) -> float:
-    """Return the time after the last moment at which unfinished requests were at least half of the peak batch size."""
-    half = max(moment.sequences for moment in moments) / 2
-    full = [moment.at_s for moment in moments if moment.unfinished >= half]
-    return moments[-1].at_s - (full[-1] if full else 0.0)
 
 
 class RunningRequests:
@@ -112,12 +74,6 @@ class RunningRequests:
         self.has_prefix = self.shared_blocks == 0
         self.holds_prefix = 0  # blocks
         self.computed, self.prompt, self.end, self.blocks = (np.zeros(0, dtype=np.int64) for _ in range(4))
-
-    @property
-    def held_blocks(self) -> int:
-        """Number of blocks in use; a prompt holds its blocks from admission on."""
-        tokens = np.maximum(self.computed, self.prompt)
-        return int((-(-tokens // self.batching.block_size) - self.shared_blocks).sum()) + self.holds_prefix
 
     def admit(self) -> None:
         size, new, peak = self.batching.block_size, [], None
@@ -189,77 +145,23 @@ def simulate_job(
     batching: Batching,
     shared_prefix: int = 0,
     kv_value_bytes: float = DENSE_BYTES,
-    reads_shared_once: bool = True,
 ) -> JobSeconds:
     """Run `requests` in order through the cost model of a step. Takes about 0.1 ms of host time per step.
 
     All requests share their first `shared_prefix` tokens, fewer than any prompt has: the whole blocks of the prefix are
-    computed and held once. reads_shared_once: a step reads them once for all of its sequences, else once for each.
-    Raises ConfigError if a request does not fit into the KV cache, or the card lacks the products that the weights
-    need.
+    computed and held once, and a step reads them once for all of its sequences. Raises ConfigError if a request does
+    not fit into the KV cache, or the card lacks the products that the weights need.
     """
     assert len(requests) > 0, "a job has requests"
     assert shared_prefix < min(request.prompt for request in requests), "each request computes some of its prompt"
     job = RunningRequests(deque(requests), batching, shared_prefix)
-    parts, wall_s, kv_s, sequence_s, prompt_tokens = StepSeconds(), 0.0, 0.0, 0.0, 0
-    moments: list[SimulatedMoment] = []
+    parts, wall_s, num_steps, num_tokens = StepSeconds(), 0.0, 0, 0
     while job.waiting or len(job.computed):
         job.admit()
-        held, running = min(job.held_blocks, job.num_blocks), len(job.computed)
-        tokens = job.step()
-        if not reads_shared_once:
-            tokens = replace(tokens, spared_tokens=0)
-        seconds = step_seconds(tokens, size, weights, card, kv_value_bytes)
+        step = job.step()
+        seconds = step_seconds(step, size, weights, card, kv_value_bytes)
         parts, wall_s = parts + seconds, wall_s + seconds.total_s
-        kv_s += held / job.num_blocks * seconds.total_s
-        sequence_s += running * seconds.total_s
-        prompt_tokens += tokens.num_tokens
-        moments.append(SimulatedMoment(wall_s, len(job.waiting) + len(job.computed), running))
+        num_steps, num_tokens = num_steps + 1, num_tokens + step.num_tokens
     output_tokens = sum(request.output for request in requests)
-    prompt_tokens -= output_tokens - len(requests)  # the last token of each request is not computed
-    return JobSeconds(
-        wall_s=wall_s,
-        tail_s=tail_seconds(moments),
-        num_steps=len(moments),
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        kv_used=kv_s / wall_s,
-        sequences=sequence_s / wall_s,
-        parts=parts,
-    )
-
-
-def job_flops(requests: Sequence[RequestTokens], size: DecoderSize, cached_tokens: int = 0) -> float:
-    """Return the operations of a job's products. cached_tokens: prompt tokens found in the cache, spread evenly."""
-    computed = sum(n.prompt + n.output - 1 for n in requests) - cached_tokens
-    last, cached = np.array([n.prompt + n.output - 1 for n in requests]), np.array(cached_tokens / len(requests))
-    keys = sum(
-        layers * (seen_keys(last, window) - seen_keys(cached, window)).sum()
-        for window, layers in size.window_counts().items()
-    )
-    attention = 4.0 * size.heads * size.head_dim * float(keys)
-    head = 2.0 * size.head_parameters * sum(n.output for n in requests)
-    return 2.0 * size.active_parameters * computed + head + attention
-
-
-def job_bytes(
-    requests: Sequence[RequestTokens],
-    size: DecoderSize,
-    weights: Weights,
-    num_steps: int,
-    kv_value_bytes: float = DENSE_BYTES,
-    shared_prefix: int = 0,
-) -> float:
-    """Return the bytes that a job of `num_steps` must read: in each step all weights in their smallest form, and the
-    keys and values that each generated token sees. A prefix that all requests share is read once per step. Of experts,
-    the number that steps of equal size use."""
-    decoded = sum(n.output - 1 for n in requests)
-    step_bytes = weights.step_bytes(size, (decoded + sum(n.prompt for n in requests)) / num_steps)
-    prompt = np.array([n.prompt for n in requests])
-    last = np.array([n.prompt + n.output - 1 for n in requests])
-    spared = shared_prefix * max(decoded - num_steps, 0)
-    contexts = sum(
-        layers * ((seen_keys(last, window) - seen_keys(prompt, window)).sum() - (spared if window is None else 0))
-        for window, layers in size.window_counts().items()
-    )
-    return num_steps * step_bytes + size.kv_bytes_per_token(kv_value_bytes) / size.layers * float(contexts)
+    prompt_tokens = num_tokens - (output_tokens - len(requests))  # the last token of each request is not computed
+    return JobSeconds(wall_s, num_steps, prompt_tokens, output_tokens, parts)

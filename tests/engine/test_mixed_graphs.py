@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.shape_costs import weight_layout
 from benchmarks.shapes import model_size
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
@@ -21,7 +22,6 @@ from pipeline.engine.forward.graphs import graph_sizes, mixed_sizes
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import _max_mixed_tokens
-from pipeline.engine.startup.memory import weight_layout
 from pipeline.engine.startup.mixed_tokens import host_bound_tokens, max_mixed_tokens
 from pipeline.engine.startup.resolve import resolve
 from pipeline.kernels.triton.attention import cascade_metadata
@@ -29,7 +29,7 @@ from pipeline.kernels.triton.launch import Launch
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.model.config import read_config
 from pipeline.roofline.cards import find_card
-from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings
+from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.shares import MEASURED
 from pipeline.weights.awq import AwqFormat
 from tests.engine.test_gpu_kernels import QWEN3, capture, engine_of, watch_replays
@@ -146,7 +146,7 @@ def test_mixed_steps_are_captured_where_launching_takes_longer_than_computing(
 ) -> None:
     known, (size, weights) = find_card(card), model_size(model)
     ceilings = Ceilings.of_card(known, MEASURED)
-    weights = weight_layout(weights, size, ceilings, crossover_of(known.compute_capability), 512, DENSE_BYTES)
+    weights = weight_layout(weights, size, ceilings, crossover_of(known.compute_capability), 512)
     assert host_bound_tokens(size, weights, ceilings, 8192) == expected
     assert host_bound_tokens(size, weights, ceilings, 512) == min(expected, 512), "no step has more"
 

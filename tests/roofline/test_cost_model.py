@@ -63,8 +63,6 @@ def test_a_step_reads_the_experts_that_its_tokens_use():
         assert seconds.linears_s == pytest.approx((for_all + used * every) * 2 / 1e9)
     many = step_seconds(step([50_000], [50_000], 0), size, DENSE, CARD)
     assert many.linears_s == pytest.approx(2 * 50_000 * size.active_parameters / 1e12)
-    packed = replace(DENSE, expert_bytes=0.5)
-    assert DENSE.resident_bytes(size) - packed.resident_bytes(size) == 4 * every * 1.5
 
 
 def test_a_model_with_experts_has_the_size_that_its_publisher_states():
@@ -114,7 +112,6 @@ def test_fp8_activations_are_a_byte_a_weight_and_a_rate_of_their_own():
     few, many = (linear_seconds(m, 1024, 1024, fp8, card) for m in (1, 100_000))
     assert few == pytest.approx({"fp8": (1 + 4 / 128) * 2**20 / 0.5e9})
     assert many == pytest.approx({"fp8": 2 * 100_000 * 2**20 / 0.5e12})
-    assert fp8.resident_bytes(SIZE) == SIZE.linear_parameters * (1 + 4 / 128) + 2 * SIZE.head_parameters * 2
     with pytest.raises(ConfigError, match="a card: does not support products of fp8"):
         linear_seconds(1, 8, 8, fp8, CARD)
     a100, h100 = (next(c for c in load_cards() if c.name.startswith(name)) for name in ("A100", "H100"))

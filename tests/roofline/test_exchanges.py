@@ -21,7 +21,6 @@ from pipeline.roofline.exchanges import (
     gather_seconds,
     step_exchanges,
 )
-from pipeline.roofline.job_simulation import kv_room
 from pipeline.roofline.shares import BOUND, MEASURED, source
 
 LLAMA_70B = SHAPES["llama-70b"].size
@@ -104,13 +103,6 @@ def test_a_bound_of_a_group_has_no_latency() -> None:
     found = step_seconds(DECODING, LLAMA_70B, DENSE, group).exchange_s
     sent = 2 * 7 / 8 * 161 * 64 * 8192 * 2 + 7 / 8 * 64 * 128_256 * 2
     assert found == pytest.approx(sent / 450e9)
-
-
-def test_a_groups_cache_is_what_its_shares_leave() -> None:
-    card = Ceilings("a card", 1e9, 1e12, 80e9, pcie_bytes_per_s=1e9)
-    assert kv_room(LLAMA_70B, DENSE, card) == 0
-    left = 0.9 * 80e9 - 2 * 70_552_387_584 / 4
-    assert kv_room(LLAMA_70B, DENSE, replace(card, num_cards=4)) == int(left // (LLAMA_70B.kv_bytes_per_token() / 4))
 
 
 def test_the_source_says_that_links_are_assumed() -> None:

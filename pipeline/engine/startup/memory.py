@@ -12,13 +12,12 @@ from pipeline.errors import ConfigError
 from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.act_quant import rounds_all
 from pipeline.kernels.select import supports_int4_alone
-from pipeline.kernels.triton.linear.crossover import Crossover, crossover_of
+from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.machine.cgroup import memory_limit
 from pipeline.model.config import ModelConfig, StoredParts
 from pipeline.model.offload import STAGING_BUFFERS, spread_layers
 from pipeline.roofline.cards import Card
-from pipeline.roofline.cost_model import DENSE_BYTES, Ceilings, DecoderSize, Weights
-from pipeline.roofline.job_simulation import kv_room
+from pipeline.roofline.cost_model import DENSE_BYTES, Weights
 from pipeline.weights.formats import QuantFormat, has_only_experts, has_small_blocks, int4_group_bytes, is_int4
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
@@ -221,23 +220,3 @@ def kv_budget_bytes(
             "raise the utilization"
         )
     return min(need, budget)
-
-
-def weight_layout(
-    weights: Weights, size: DecoderSize, card: Ceilings, borders: Crossover, max_num_seqs: int, kv_value_bytes: float
-) -> Weights:
-    """Return 4-bit weights with `cached` set if 16-bit copies fit in addition to the KV cache, and with `fused_tokens`,
-    the maximum tokens of a step for the fused product. Other weights are returned unchanged."""
-    if weights.fp8 or not weights.int4:
-        return weights
-    scratch = replace(weights, cached=False, fused_tokens=borders.scratch)
-    cached = replace(weights, cached=True, fused_tokens=borders.cached)
-    if usable_kv_room(size, cached, card, kv_value_bytes) >= cache_before_dense(max_num_seqs, EXPECTED_TOKENS):
-        return cached
-    return scratch
-
-
-def usable_kv_room(size: DecoderSize, weights: Weights, card: Ceilings, kv_value_bytes: float) -> int:
-    """Return the tokens that the KV cache can hold besides the weights and the reserved memory of each card."""
-    slack = int(SLACK_BYTES / size.local(card.num_cards).kv_bytes_per_token(kv_value_bytes))
-    return kv_room(size, weights, card, kv_value_bytes=kv_value_bytes) - slack
