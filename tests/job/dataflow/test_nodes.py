@@ -84,7 +84,7 @@ def test_a_node_that_dies_costs_its_open_units_alone_and_one_that_joins_gets_wor
     (replacement,) = [actor for actor in actors if actor["replaces"] == lost["actor"]]
     assert replacement["node_id"] == late.node_id
     assert replacement["units"] > 0
-    (fault,) = [fault for fault in report["faults"] if fault["kind"] == "node_lost"]
+    (fault,) = [fault for fault in report["faults"] if fault["kind"] == "machine_lost"]
     assert fault["count"] == 1
     assert fault["nodes"] == [f"{lost['host']} (Ray node {lost['node_id'][:8]})"]
     assert 0 <= fault["tokens"]["generated"] <= IN_FLIGHT * UNIT_ROWS * 6
@@ -137,8 +137,8 @@ def test_a_node_that_is_drained_finishes_what_is_open_and_its_actor_goes_elsewhe
     assert drained["units"] < actors[nodes[0].node_id]["units"]
     assert report["runs"][0]["duplicate_units"] == 0
     for fault in report["faults"]:  # Ray ends an idle drained machine sooner or later
-        assert fault["kind"] in ("node_lost", "engine_restarted")
-        assert (fault["tokens"], fault["work_us"]) == ({"prompt": 0, "generated": 0}, 0)
+        assert fault["kind"] in ("machine_lost", "engine_restarted")
+        assert fault["tokens"] == {"prompt": 0, "generated": 0}
 
 
 def test_all_workers_leave_and_others_join(job, cluster):
