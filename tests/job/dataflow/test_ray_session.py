@@ -129,7 +129,7 @@ try:
 except Stop:
     print("stopped")
 while not ray_session.ray.is_initialized(): time.sleep(0.1)
-ray_session._keep_handlers()
+ray_session.restore_handlers()
 print(receives(signal.SIGTERM))
 print(ray_session.session_logs())
 ray_session.disconnect()
