@@ -63,7 +63,7 @@ def test_soft_caps_and_sinks(kind: str, with_fp8: bool) -> None:
     step = make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8)
     check(step, None, kind)
     check(step, 13, kind)
-    assert step.attn_metadata.plans[plan_key(None)].decode.num_splits.item() > 0
+    assert step.attn_metadata.plans[plan_key(None)].decode.numbers.num_splits.item() > 0
 
 
 @DTYPES
