@@ -69,4 +69,4 @@ def test_a_hook_that_does_not_answer_delays_no_run():
         assert time.monotonic() - began < 1
         notifier.close()
         assert time.monotonic() - began < 8
-    assert "too slow; an event was dropped: e29" in warned[-1]
+        assert "too slow; an event was dropped: e29" in warned[-1]
