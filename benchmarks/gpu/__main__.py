@@ -90,7 +90,7 @@ def plan(models: Sequence[str], is_smoke: bool) -> list[Task]:
         Task(f"jobs-{large}", partial(jobs, names=SETS, variant=AS_SERVED), large, 240),
         Task(f"offload-{large}", offload_times, large, 120),
     ]
-    variants = [(large, variant) for variant in ("fp8 cache", "fp8 activations", "fp8 per token")]
+    variants = [(large, variant) for variant in ("fp8 cache", "fp8 activations")]
     for model in small:
         tasks.append(Task(f"steps-{model}", step_times, model, 90))
         variants += [(model, variant) for variant in (AS_SERVED, "64 rows", "64 rows, prompts by kernel")]

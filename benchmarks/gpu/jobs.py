@@ -43,7 +43,6 @@ VARIANTS = {
     "prompts by kernel": Variant(prepare=launch_mixed_steps),
     "fp8 cache": Variant({"kv_cache_dtype": "fp8"}),
     "fp8 activations": Variant({"activation_dtype": "fp8"}),
-    "fp8 per token": Variant({"activation_dtype": "fp8-per-token"}),
     "512 rows, 8,192 tokens": Variant({"max_num_seqs": 512, "max_num_batched_tokens": 8192}),
     "64 rows": Variant({"max_num_seqs": 64}),
     "64 rows, prompts by kernel": Variant({"max_num_seqs": 64}, launch_mixed_steps),

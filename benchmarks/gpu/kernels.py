@@ -21,12 +21,12 @@ from benchmarks.gpu.section import Found, Setting
 from benchmarks.measure import table
 from pipeline.kernels.linears import InputKernels
 from pipeline.kernels.select import select_kernels
-from tests.gpu.inputs import Heads, paged_step, random_int4
+from tests.gpu.inputs import Heads, paged_step, random_fp8, random_int4
 
 EPS = 1e-5
 NUM_DRAFTS = 4  # draft tokens of each sequence in verification steps
 SERVED, ROUNDED_APART = "served", "apart"
-FP8_FORMS = "fp8", "fp8-per-token"
+FP8_FORMS = "fp8", "fp8, blocks"
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Layer:
         for tokens in sizes.tokens:
             writes = partial(self.write, tokens), partial(self.write, tokens, is_fp8=True)
             yield from (partial(self.norm, tokens), partial(self.gate, tokens), *writes)
-            forms = [form for form in FP8_FORMS if self.device.type == "cuda" and form in self.kernels.rounded]
+            forms = [form for form in FP8_FORMS if self.device.type == "cuda" and "fp8" in self.kernels.rounded]
             yield from (
                 partial(work, tokens, form) for form in forms for work in (self.rounded_norm, self.rounded_gate)
             )
@@ -258,7 +258,8 @@ class Layer:
 
     def _fp8_linear(self, form: str, inputs: int) -> Any:
         """Return a linear with few outputs that reads inputs in `form`."""
-        return self.kernels.rounded[form].prepare(random_int4(128, inputs, 128, torch.Generator().manual_seed(1)))
+        int4 = random_int4(128, inputs, 128, torch.Generator().manual_seed(1))
+        return self.kernels.rounded["fp8"].prepare(int4 if form == "fp8" else random_fp8(128, inputs))
 
     def write(self, tokens: int, is_fp8: bool = False) -> Work:
         """Run norm_rope_write without norms, on prompts of up to 512 tokens."""

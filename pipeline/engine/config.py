@@ -24,11 +24,10 @@ class EngineConfig:
     kv_cache_dtype: "auto", the compute dtype, or "fp8": 8 bits and a scale for each token and KV head, also in the
     draft model's cache (see kernels/cache.py).
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
-    activation_dtype: "auto" is `dtype`; "fp8" rounds the inputs of 4-bit and fp8 linears to float8_e4m3fn, which can
-    change tokens (see `kernels/activations/fp8.py`): it is faster on NVIDIA GPUs from compute capability 8.9 and slower
-    elsewhere, where it only serves to check its effect on outputs. "fp8-per-token" rounds them more coarsely, and all
-    quantized weights too (see `kernels/activations/fp8.py`). "int8" rounds those of 4-bit linears to 8-bit integers
-    (see `kernels/activations/int8.py`): it is faster on processors with AVX2.
+    activation_dtype: "auto" is `dtype`; "fp8" rounds the inputs of quantized linears to float8_e4m3fn, and weights that
+    are not stored in it, which can change tokens (see `kernels/activations/fp8.py`): it is faster on NVIDIA GPUs from
+    compute capability 8.9 and slower elsewhere, where it only serves to check its effect on outputs. "int8" rounds
+    those of 4- and 8-bit integer linears (see `kernels/activations/int8.py`): it is faster on processors with AVX2.
     deterministic: a row's logits, and so its tokens, are bitwise equal whatever else is in a step, however its prompt
     is chunked, shared or recomputed, and whether drafts were verified. Slower; on CPU in float32 only. See
     `kernels/triton/batch_invariant.py` and `kernels/cpu/invariant.py` for the cost. With a draft model fewer sampled

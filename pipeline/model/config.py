@@ -18,7 +18,7 @@ from pipeline.model.rope import Rope
 from pipeline.model.unsupported import ON_A_SERVER, UNSUPPORTED
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
 from pipeline.weights.config_fields import Fields
-from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4, read_format
+from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4, linear_forms, read_format
 
 StoredParts = list[tuple[str, int, int]]
 """Linears of a checkpoint: name, outputs, inputs."""
@@ -186,7 +186,9 @@ class ModelConfig:
         if has_only_experts(self.quantization):
             return form
         group_size = self.quantization.group_size
-        fp8 = activation_dtype.startswith("fp8") and rounds_all(activation_dtype, self.quantization)
+        fp8 = activation_dtype == "fp8" and rounds_all(activation_dtype, self.quantization)
+        if fp8 and linear_forms(self.quantization) != {"fp8"}:
+            group_size = None
         if fp8 or form.int4:
             return replace(form, group_size=group_size or self.hidden_size, fp8=fp8)
         return form

@@ -250,7 +250,7 @@ ADDED = [
     ("speculation: {num_speculative_tokens: 99}\n", "speculation.num_speculative_tokens: expected at most 32"),
     ("engine: {speculation: off}\n", "Did you mean `speculation`?"),
     ("engine: {kv_cache_dtype: int8}\n", "expected one of auto, fp8; got 'int8'"),
-    ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, fp8-per-token, int8; got 'fp16'"),
+    ("engine: {activation_dtype: fp16}\n", "expected one of auto, fp8, int8; got 'fp16'"),
     ("engine: {quantization: awq}\n", "named model.quantization here; quantized checkpoints"),
     ("engine: {gpu_memory_utilization: 90}\n", "expected at most 1"),
     ("engine: {gpu_memory_utilization: .nan}\n", "gpu_memory_utilization: expected a finite number; got nan"),

@@ -231,7 +231,7 @@ def test_fp8_of_a_job_is_counted_and_cards_without_it_are_listed(tmp_path):
     setup = of_job(tmp_path, model="demo:target-awq", activation_dtype="fp8", kv_cache_dtype="fp8")
     by_name, text = {device.name: device for device in devices(setup)}, memory_of(setup).to_text()
     h100, a100 = by_name["H100 80GB SXM"], by_name["A100 80GB SXM"]
-    assert h100.weight_bytes == 2 * NUM_WEIGHTS - int(NUM_LINEAR * (1 - 4 / 128))
+    assert h100.weight_bytes == 2 * NUM_WEIGHTS - NUM_LINEAR
     assert h100.kv_dtype == "float8_e4m3fn"
     assert h100.speed["prompt_tokens_per_s"] > plain[2].speed["prompt_tokens_per_s"]
     assert (a100.speed, a100.lacks.split(":")[0]) == (None, "engine.activation_dtype")

@@ -29,8 +29,6 @@ SERVED: list[tuple[str, str, dict[str, int]]] = [
     ("fp8", "triton", {}),
     ("fp8", "cpu", {}),
     ("fp8", "cpu", ONE_BY_ONE),
-    ("fp8-per-token", "triton", {}),
-    ("fp8-per-token", "cpu", {}),
     ("int8", "cpu", {}),
     ("int8", "cpu", ONE_BY_ONE),
 ]
@@ -49,7 +47,7 @@ def completed(engine: Engine) -> tuple[list[list[int]], np.ndarray]:
 
 @pytest.fixture(scope="module")
 def oracles(int4_folder: Path) -> dict[str, tuple[list[list[int]], np.ndarray]]:
-    forms = ("auto", "fp8", "fp8-per-token", "int8")
+    forms = ("auto", "fp8", "int8")
     return {form: completed(engine_of(int4_folder, "reference", activation_dtype=form)) for form in forms}
 
 
@@ -69,8 +67,7 @@ def test_tokens_are_the_oracles(
 
 
 def test_each_form_gives_other_logits(oracles: dict[str, Any]) -> None:
-    """Forms with one scale a token round weights too."""
-    for one, other, least in (("auto", "fp8", 1e-2), ("fp8", "fp8-per-token", 1e-3), ("auto", "int8", 1e-3)):
+    for one, other, least in (("auto", "fp8", 1e-2), ("auto", "int8", 1e-3)):
         assert np.median(abs(oracles[one][1] - oracles[other][1])) > least, "rounding would not be detected"
 
 
@@ -78,7 +75,6 @@ def test_each_form_gives_other_logits(oracles: dict[str, Any]) -> None:
     ("form", "kernels", "linear"),
     [
         ("fp8", "triton", ".*fp8"),
-        ("fp8-per-token", "triton", ""),
         ("int8", "cpu", rf"4- and 8-bit weights: numba, products of bytes \({forms_here()[0].name}\); others"),
     ],
 )
@@ -103,18 +99,19 @@ def test_memory_is_planned_with_a_byte_a_weight(int4_folder: Path, monkeypatch: 
     gpu, linears = torch.device("cuda"), config.num_linear_parameters()
     rest = 2 * (config.num_parameters() - linears)
     planned = weight_bytes(config, gpu, torch.bfloat16, activation_dtype="fp8")
-    assert planned == pytest.approx(rest + linears * (1 + 4 / 64), abs=1)
+    assert planned == pytest.approx(rest + linears, abs=1)
     assert planned < weight_bytes(config, gpu, torch.bfloat16)
     int4, int8 = ({"num_bits": bits, "type": "int", "strategy": "channel"} for bits in (4, 8))
     groups = {"a": {"targets": ["re:.*attn"], "weights": int4}, "b": {"targets": ["Linear"], "weights": int8}}
     options = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     mixed = replace(config, quantization=read_format(options, int4_folder))
-    for activations in ("auto", "fp8"):  # 8-bit integers do not support the latter, and are widened
-        assert weight_bytes(mixed, gpu, torch.bfloat16, activation_dtype=activations) == 2 * config.num_parameters()
-        assert layer_bytes_on_gpu(mixed, torch.bfloat16, activations) == [2 * linears // 2] * 2
+    for activations, per_weight in (("auto", 2), ("fp8", 1)):
+        bytes_on_gpu = weight_bytes(mixed, gpu, torch.bfloat16, activation_dtype=activations)
+        assert bytes_on_gpu == rest + per_weight * linears
+        assert layer_bytes_on_gpu(mixed, torch.bfloat16, activations) == [per_weight * linears // 2] * 2
     cpu, embeddings = torch.device("cpu"), 2 * config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
     for alone, per_weight in ((False, 2 + 0.5 + 8 / 64), (True, 0.5 + 3 / 64)):  # with a dense form too, or without
         monkeypatch.setattr(memory, "supports_int4_alone", lambda dtype, alone=alone: alone)
-        rounded, plain = (weight_bytes(config, cpu, torch.bfloat16, activation_dtype=each) for each in ("fp8", "auto"))
-        assert rounded == pytest.approx(embeddings + linears * (0.5 + 8 / 64), abs=1)
-        assert plain == pytest.approx(embeddings + linears * per_weight, abs=1)
+        for activations, expected in (("int8", 0.5 + 8 / 64), ("fp8", 1), ("auto", per_weight)):
+            planned = weight_bytes(config, cpu, torch.bfloat16, activation_dtype=activations)
+            assert planned == pytest.approx(embeddings + linears * expected, abs=1)

@@ -72,7 +72,7 @@ def test_forms_are_those_that_the_model_supports():
     for engine in ({"deterministic": True}, {"activation_dtype": "fp8"}):
         assert len(replace(packed, engine=EngineConfig("", **engine)).forms()) == 1
     nf4 = ServedModel.read(demo_model("target"), EngineConfig("", quantization="nf4"))
-    assert [form.form for form in nf4.forms()] == ["4 bit"], "codes have no fp8 products"
+    assert [form.form for form in nf4.forms()] == ["4 bit", "4 bit, fp8"]
 
 
 def test_weights_in_host_memory_make_room_and_bound_a_step():

@@ -12,7 +12,7 @@ import torch
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache, head_bytes
 from pipeline.kernels.reference import read_kv, to_fp8
-from pipeline.weights.packed import GroupIntWeight
+from pipeline.weights.packed import Fp8Weight, GroupIntWeight
 
 BLOCK_SIZE = 64
 
@@ -105,6 +105,13 @@ def widened(cache: LayerCache) -> LayerCache:
     everywhere = torch.arange(len(cache.k_CBKD), device=cache.k_CBKD.device)
     stored = (cache.k_CBKD, cache.k_scale_CKB), (cache.v_CBKD, cache.v_scale_CKB)
     return LayerCache(*(read_kv(values, scale, everywhere).to(torch.float32, copy=True) for values, scale in stored))
+
+
+def random_fp8(n: int, k: int) -> Fp8Weight:
+    """Return an fp8 weight on the host in blocks of 128 x 128 whose outputs have about the magnitude of its inputs."""
+    random = torch.Generator().manual_seed(1)
+    scales_RG = (0.5 + torch.rand(-(-n // 128), -(-k // 128), generator=random)) * (k**-0.5 / 100)
+    return Fp8Weight((100 * torch.randn(n, k, generator=random)).to(torch.float8_e4m3fn), scales_RG, (128, 128))
 
 
 def random_int4(n: int, k: int, group: int, random: torch.Generator) -> GroupIntWeight:

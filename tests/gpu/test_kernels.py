@@ -13,7 +13,7 @@ from pipeline.kernels.reference import reference_kernels
 from pipeline.kernels.routing import Routing
 from pipeline.weights.packed import DenseWeight, LinearWeight
 from tests.gpu.checks import FP8_CODE, TOLERANCES, fp8_tolerance, relative_error
-from tests.gpu.inputs import paged_step, random_int4, widened
+from tests.gpu.inputs import paged_step, random_fp8, random_int4, widened
 from tests.gpu.targets import TARGETS, Target
 from tests.kernels.experts import FORMS, random_experts
 from tests.kernels.lora import random_updates
@@ -137,15 +137,15 @@ def test_captured_experts_serve_other_choices(target: Target) -> None:
 
 
 @TARGETS
-@pytest.mark.parametrize("rounded", ["fp8", "fp8-per-token"])
 @torch.inference_mode()
-def test_linears_on_fp8(target: Target, rounded: str) -> None:
+def test_linears_on_fp8(target: Target) -> None:
     kernels, exact = target.kernels(), reference_kernels(torch.float32, target.device)
-    if rounded not in kernels.rounded:
+    if "fp8" not in kernels.rounded:
         pytest.skip("this card has no products of FP8")
     num_served = 0
-    for name, weight in weights_of(target).items():
-        ours, its = (each.rounded[rounded].prepare(weight) for each in (kernels, exact))
+    blocks = {f"fp8 {n} {k}": random_fp8(n, k) for n, k in target.linears_NK}
+    for name, weight in (weights_of(target) | blocks).items():
+        ours, its = (each.rounded["fp8"].prepare(weight) for each in (kernels, exact))
         assert (ours is None) == (its is None)
         if ours is None or its is None:
             continue
@@ -171,12 +171,15 @@ def test_elementwise(target: Target, tokens: int, hidden: int) -> None:
 
 
 @TARGETS
-@pytest.mark.parametrize("rounded", ["fp8", "fp8-per-token"])
+@pytest.mark.parametrize("is_block", [True, False], ids=["blocks", "tokens"])
 @pytest.mark.parametrize(("tokens", "inputs"), [(1, 4096), (37, 896), (300, 1408), (64, 14336)])
 @torch.inference_mode()
-def test_norms_and_silu_round_for_fp8_to_the_same_bits(target: Target, rounded: str, tokens: int, inputs: int) -> None:
-    kernels, weight = target.kernels(), random_int4(384, inputs, 128, torch.Generator().manual_seed(0))
-    linear = kernels.rounded[rounded].prepare(weight) if rounded in kernels.rounded else None
+def test_norms_and_silu_round_for_fp8_to_the_same_bits(
+    target: Target, is_block: bool, tokens: int, inputs: int
+) -> None:
+    kernels, int4 = target.kernels(), random_int4(384, inputs, 128, torch.Generator().manual_seed(0))
+    weight = random_fp8(384, inputs) if is_block else int4
+    linear = kernels.rounded["fp8"].prepare(weight) if "fp8" in kernels.rounded else None
     before = linear
     if linear is None or not isinstance(before, InputKernels):
         pytest.skip("no kernel of this set rounds for the next linear")

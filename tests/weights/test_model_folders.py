@@ -247,7 +247,7 @@ def test_whether_linears_take_rounded_activations_is_known_before_they_are_read(
         layer = next(WeightReader(folder, model).layers())
         linears = [weight for weight in (layer.qkv, layer.o, layer.gate_up, layer.down) if weight is not None]
         for name, scheme in ACT_QUANT_SCHEMES.items():
-            rounded = {scheme.block(weight) is not None and scheme.weight(weight) is not None for weight in linears}
+            rounded = {scheme.as_multiplied(weight) is not None for weight in linears}
             assert rounds_all(name, model.quantization) == (rounded == {True}), (str(model.quantization), name)
             if rounded == {False}:
                 with pytest.raises(ConfigError, match=f"'{name}': not supported by the model's weights"):

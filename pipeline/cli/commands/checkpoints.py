@@ -90,7 +90,7 @@ def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callab
 @_texts_of("--data", "read")
 @click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
               help="Also measure the reference quantized on load. May be repeated.")  # fmt: skip
-@click.option("--activation-dtype", type=click.Choice(["auto", "fp8", "fp8-per-token", "int8"]),
+@click.option("--activation-dtype", type=click.Choice(["auto", "fp8", "int8"]),
               help="Activation type of the models, not of the reference; default: the job's, or auto.")  # fmt: skip
 @click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
               help="The reference with this KV cache, too.")  # fmt: skip

@@ -70,10 +70,10 @@ class EngineSection(ConfigSection):
         examples=["fp8"],
         json_schema_extra=NUMERICS,
     )
-    activation_dtype: Literal["auto", "fp8", "fp8-per-token", "int8"] = Field(
+    activation_dtype: Literal["auto", "fp8", "int8"] = Field(
         default="auto",
-        description="Quantize the inputs of quantized linears for speed: int8 on CPUs, fp8 on GPUs. fp8-per-token is "
-        "faster from about 200 tokens a step and also rounds weights. Can change tokens.",
+        description="Quantize the inputs of quantized linears for speed: int8 on CPUs, fp8 on GPUs. fp8 also rounds "
+        "weights that are not stored in fp8. Can change tokens.",
         examples=["int8"],
         json_schema_extra=NUMERICS,
     )

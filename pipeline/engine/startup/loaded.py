@@ -17,7 +17,7 @@ from pipeline.engine.startup.dummy_steps import (
     step_input_shape,
 )
 from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit, gpu_share_bytes
-from pipeline.engine.startup.resolve import Resolved, no_such_weight
+from pipeline.engine.startup.resolve import Resolved
 from pipeline.errors import ModelError
 from pipeline.formatting import shown_bytes
 from pipeline.kernels.activations.act_quant import ActQuantLinears, with_act_quant
@@ -55,7 +55,7 @@ class LoadedModel:
         """Load this rank's share of the weights. config: of the whole model. adapters: see `EngineConfig`.
         reserved_bytes: of a GPU, for what takes precedence over 16-bit copies of 4-bit weights besides this model's own
         cache. Raises ModelError when the tensors of the checkpoint or of an adapter do not match its config,
-        ConfigError when activations are to be quantized and the device or the weights do not support it."""
+        ConfigError when activations are to be quantized and the device does not support it."""
         share = Share(config, ranks.rank, ranks.size)
         updates = [
             share.updates(read_adapter(locate_adapter(path, f"adapter {name}"), config))
@@ -82,8 +82,6 @@ class LoadedModel:
         offload = plan and LayerOffload(plan.layers, CudaCopies(resolved.device), resolved.device)
         decoder = Decoder(folder, config, kernels, resolved.dtype, resolved.device, offload, ranks)
         decoder.adapters = Adapters(updates, kernels, resolved.device) if updates else None
-        if isinstance(kernels.prepare_linear, ActQuantLinears) and kernels.prepare_linear.num_rounded == 0:
-            raise no_such_weight(resolved.activation_dtype, f"the model's weights ({config.quantization})")
         return cls(decoder.config, decoder, kernels, resolved.kv_dtype)
 
     @classmethod

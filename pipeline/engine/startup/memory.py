@@ -18,7 +18,14 @@ from pipeline.model.config import ModelConfig, StoredParts
 from pipeline.model.offload import STAGING_BUFFERS, spread_layers
 from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import DENSE_BYTES, Weights
-from pipeline.weights.formats import QuantFormat, has_only_experts, has_small_blocks, int4_group_bytes, is_int4
+from pipeline.weights.formats import (
+    QuantFormat,
+    has_only_experts,
+    has_small_blocks,
+    int4_group_bytes,
+    is_int4,
+    linear_forms,
+)
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
 MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
@@ -54,7 +61,8 @@ def weight_bytes(
     """Return the approximate size of linears and embeddings once loaded; norms and biases are left out.
 
     keeps_dense: for 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: if all quantized linears support
-    these activations, they take the form for them; fp8 on a GPU takes a byte per weight and a float32 scale per group.
+    these activations, they take the form for them; fp8 takes a byte per weight, and a float32 scale per block if the
+    checkpoint has blocks.
     If some do not, all are counted as if none did.
     """
     experts = config.size.expert_parameters
@@ -71,7 +79,9 @@ def weight_bytes(
     per_group = 4 if config.quantization.has_codes else 8  # a float32 scale, and a zero point unless they are codes
     packed = bits / 8 + (per_group / group_size if group_size is not None else 0)
     # Quantized activations use the float32 form.
-    if dtype != torch.float32 and not rounds_all(activation_dtype, config.quantization):
+    if (fp8_bytes := _fp8_bytes(config.quantization, activation_dtype)) is not None:
+        packed = fp8_bytes
+    elif dtype != torch.float32 and not rounds_all(activation_dtype, config.quantization):
         # The dense form for many tokens; formats other than 4-bit integers use it for few tokens too.
         if is_int4(config.quantization) and supports_int4_alone(dtype):
             packed = 0.5 + (3 / group_size if group_size is not None else 0)  # a float16 scale and a byte
@@ -143,14 +153,20 @@ def _bytes_per_parameter(
 def _linear_bytes_on_gpu(
     quantization: QuantFormat | None, dtype: torch.dtype, keeps_dense: bool, activation_dtype: str
 ) -> float:
-    if activation_dtype.startswith("fp8") and rounds_all(activation_dtype, quantization):
-        assert quantization is not None
-        group_size = quantization.group_size if activation_dtype == "fp8" else None
-        return 1 + (4 / group_size if group_size is not None else 0)
+    if (fp8_bytes := _fp8_bytes(quantization, activation_dtype)) is not None:
+        return fp8_bytes
     if quantization is None or not is_int4(quantization):
         return dtype.itemsize
     group_size = min(quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)
     return 0.5 + int4_group_bytes(quantization) / group_size + (dtype.itemsize if keeps_dense else 0)
+
+
+def _fp8_bytes(quantization: QuantFormat | None, activation_dtype: str) -> float | None:
+    """Return the bytes per parameter of linears for fp8 activations; None if not all linears have that form."""
+    if quantization is None or activation_dtype != "fp8" or not rounds_all(activation_dtype, quantization):
+        return None
+    group_size = quantization.group_size if linear_forms(quantization) == {"fp8"} else None
+    return 1 + (4 / group_size if group_size is not None else 0)
 
 
 def release_cached_memory() -> None:

@@ -23,7 +23,7 @@ from pipeline.kernels.select import default_dtype
 from pipeline.machine.device import find_device
 from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import DTYPES, ModelConfig
-from pipeline.weights.formats import QuantFormat, linear_forms
+from pipeline.weights.formats import QuantFormat
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -183,18 +183,13 @@ def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
 
 def check_activations(activation_dtype: str, quantization: QuantFormat | None) -> None:
     """Raise ConfigError if no linear in this format supports activations of that type."""
-    if activation_dtype != "auto" and not linear_forms(quantization) & ACT_QUANT_SCHEMES[activation_dtype].forms:
-        weights = "16- or 32-bit weights" if quantization is None else f"the model's weights ({quantization})"
-        raise no_such_weight(activation_dtype, weights)
-
-
-def no_such_weight(activation_dtype: str, weights: str) -> ConfigError:
-    """Return the error that no linear with such weights supports activations of that type."""
-    checkpoint = activation_dtype.removesuffix("-per-token")
-    return ConfigError(
-        f"engine.activation_dtype = {activation_dtype!r}: not supported by {weights}. Use an {checkpoint} checkpoint "
-        "or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` makes them), "
-        "quantize a 16-bit one on load with model.quantization: int4-rtn, or leave the key at auto"
+    if activation_dtype == "auto" or ACT_QUANT_SCHEMES[activation_dtype].supports(quantization):
+        return
+    weights = "16- or 32-bit weights" if quantization is None else f"the model's weights ({quantization})"
+    raise ConfigError(
+        f"engine.activation_dtype = {activation_dtype!r}: not supported by {weights}. Use an {activation_dtype} "
+        "checkpoint or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` "
+        "makes them), quantize a 16-bit one on load with model.quantization: int4-rtn, or leave the key at auto"
     )
 
 

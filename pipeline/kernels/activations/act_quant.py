@@ -10,7 +10,6 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import fp8, int8
-from pipeline.kernels.activations.fp8 import per_output
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.linears import Linear, RoundedLinears
 from pipeline.weights.formats import QuantFormat, linear_forms
@@ -21,29 +20,34 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 class ActQuantScheme:
     """One way to round the inputs of linears.
 
-    block(weight): inputs per block for this weight; None if unsupported.
+    as_multiplied(weight): the weight, and the inputs of a token that share a scale; None if the weight is unsupported.
     rounded(x_MK, block): the inputs after rounding, in float32.
-    forms: the supported weights, of `linear_forms`. weights: the same for display.
-    weight(weight): the weight after rounding; None if unsupported.
+    forms: the supported weights, of `linear_forms`. weights: the same for display. supports_groups: of weights.
     """
 
-    block: Callable[[LinearWeight], int | None]
+    as_multiplied: Callable[[LinearWeight], tuple[LinearWeight, int] | None]
     rounded: Callable[[torch.Tensor, int], torch.Tensor]
     forms: frozenset[str]
     weights: str
-    weight: Callable[[LinearWeight], LinearWeight | None] = lambda weight: weight
+    supports_groups: Callable[[int | None], bool] = lambda group_size: True
+
+    def supports(self, quantization: QuantFormat | None) -> bool:
+        """Return whether some linears are quantized in a form that is supported."""
+        return (
+            quantization is not None
+            and bool(linear_forms(quantization) & self.forms)
+            and self.supports_groups(quantization.group_size)
+        )
 
 
 ACT_QUANT_SCHEMES = {
-    "fp8": ActQuantScheme(fp8.fp8_block, fp8.rounded, frozenset({"int4", "fp8"}), "4-bit and fp8 weights"),
-    "fp8-per-token": ActQuantScheme(
-        lambda weight: weight.in_features,
-        fp8.rounded,
-        frozenset({"int4", "int8", "fp8", "codes"}),
-        "quantized weights",
-        per_output,
+    "fp8": ActQuantScheme(
+        fp8.as_multiplied, fp8.rounded, frozenset({"int4", "int8", "fp8", "codes"}), "quantized weights"
     ),
-    "int8": ActQuantScheme(int8.int8_block, int8.rounded, frozenset({"int4", "int8"}), "4- and 8-bit weights"),
+    "int8": ActQuantScheme(
+        *(int8.as_multiplied, int8.rounded, frozenset({"int4", "int8"}), "4- and 8-bit weights"),
+        supports_groups=int8.supports_groups,
+    ),
 }
 """Keys are values of `engine.activation_dtype`."""
 
@@ -55,13 +59,9 @@ def rounds_all(activation_dtype: str, quantization: QuantFormat | None) -> bool:
     return activation_dtype != "auto" and bool(forms) and forms <= ACT_QUANT_SCHEMES[activation_dtype].forms
 
 
-_NO_FP8 = (
-    "needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and {name} has {capability}; set it to auto, "
-    "or set engine.kernels: reference to measure its effect on outputs, slowly"
-)
 _UNSUPPORTED = {
-    "fp8": _NO_FP8,
-    "fp8-per-token": _NO_FP8,
+    "fp8": "needs compute capability 8.9 or newer (L4, L40S, H100, H200, B200), and {name} has {capability}; set it to "
+    "auto, or set engine.kernels: reference to measure its effect on outputs, slowly",
     "int8": "runs on CPUs only, not on {name}; set it to auto or fp8",
 }
 
@@ -70,7 +70,7 @@ class ActQuantLinear:
     """The oracle: the weight's linear in float32, on rounded inputs."""
 
     def __init__(
-        self, weight: LinearWeight, rounding: ActQuantScheme, block: int, prepare: Callable[[LinearWeight], Linear]
+        self, weight: LinearWeight, block: int, rounding: ActQuantScheme, prepare: Callable[[LinearWeight], Linear]
     ) -> None:
         self.rounding, self.block, self.input_order_K = rounding, block, None
         if isinstance(weight, GroupIntWeight):
@@ -88,8 +88,8 @@ def act_quant_oracles(prepare: Callable[[LinearWeight], Linear], backends: str) 
 
     def rounded_linear(dtype: str, rounding: ActQuantScheme) -> RoundedLinears:
         def prepare_rounded(weight: LinearWeight) -> Linear | None:
-            block, served = rounding.block(weight), rounding.weight(weight)
-            return None if block is None or served is None else ActQuantLinear(served, rounding, block, prepare)
+            served = rounding.as_multiplied(weight)
+            return None if served is None else ActQuantLinear(*served, rounding, prepare)
 
         description = f"{backends}, inputs rounded to {dtype} first: measures quality, not faster"
         return RoundedLinears(prepare_rounded, description)

@@ -22,11 +22,22 @@ from pipeline.weights.packed import GroupIntWeight, LinearWeight
 LARGEST = 127.0
 
 
+def supports_groups(group_size: int | None) -> bool:
+    """Return whether int8 supports weights with one scale per `group_size` inputs, or per output if it is None."""
+    return group_size is None or block_of(group_size, group_size + 1) is not None
+
+
 def int8_block(weight: LinearWeight) -> int | None:
     """Return the inputs per activation block for this weight; None if int8 does not support the weight."""
     if not isinstance(weight, GroupIntWeight) or weight.in_features % 8:
         return None
     return block_of(weight.group_size, weight.in_features)
+
+
+def as_multiplied(weight: LinearWeight) -> tuple[LinearWeight, int] | None:
+    """Return the weight, which is not rounded, and `int8_block`; None if int8 does not support the weight."""
+    block = int8_block(weight)
+    return None if block is None else (weight, block)
 
 
 def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Linears on activations in fp8, with scales of blocks or of tokens, against the definition written out value by
-value."""
+"""Linears on activations in fp8 against the definition written out value by value."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import int8 as int8_activations
 from pipeline.kernels.activations.act_quant import ActQuantLinears, with_act_quant
-from pipeline.kernels.activations.fp8 import fp8_block, per_output, rounded
+from pipeline.kernels.activations.fp8 import as_multiplied, rounded
 from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
@@ -94,43 +93,51 @@ def test_blocks_of_zeros_and_of_nan() -> None:
 @pytest.mark.parametrize(
     ("weight", "block"),
     [
-        (random_weight(2, 256, 128), 128),
-        (random_weight(2, 96, 32), 32),
-        (random_weight(2, 96, 96), 128),
-        (random_weight(2, 96, 48), None),
-        (replace(random_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 7.5)), None),
-        (replace(random_weight(2, 64, 32), zeros_NG=torch.full((2, 2), 17.0)), None),
-        (replace(random_weight(2, 64, 32), bits=8), None),
-        (DenseWeight(torch.randn(2, 256)), None),
+        (random_weight(2, 256, 64), 256),
+        (replace(random_weight(2, 64, 32), bits=8), 64),
         (fp8_weight(130, 200, (128, 128)), 128),
-        (fp8_weight(3, 200, (8, 24)), None),
+        (fp8_weight(3, 200, (8, 64)), 64),
+        (fp8_weight(3, 200, (8, 24)), 200),
+        (fp8_weight(3, 200, (1, 200)), 200),
     ],
 )
-def test_which_weights_are_exact(weight: LinearWeight, block: int | None) -> None:
-    assert fp8_block(weight) == block
-    if isinstance(weight, GroupIntWeight) and block is not None:
-        value_NGg = weight.q_NK.unflatten(1, (-1, weight.group_size)).float() - weight.zeros_NG.unsqueeze(-1)
-        assert torch.equal(value_NGg.to(torch.float8_e4m3fn).float(), value_NGg)
+def test_inputs_that_share_a_scale(weight: LinearWeight, block: int) -> None:
+    found = as_multiplied(weight)
+    assert found is not None
+    assert found[1] == block
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
-def test_a_linear_is_that_of_rounded_inputs(kernels: str, dtype: torch.dtype) -> None:
-    fp8 = select_kernels(CPU, dtype, kernels).rounded["fp8"]
-    plain = random_weight(40, 256, 64, bias=True)
-    for weight in (plain, replace(plain, input_order_K=ORDER_K), fp8_weight(130, 200, (128, 128))):
-        x_MK = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(3)).to(dtype)
-        linear, block = fp8.prepare(weight), fp8_block(weight)
+@pytest.mark.parametrize(
+    "weight",
+    [
+        random_weight(40, 256, 64, bias=True),
+        replace(random_weight(40, 256, 64), input_order_K=ORDER_K),
+        int8(torch.randn(7, 256, generator=torch.Generator().manual_seed(5)), None),
+        nf4(torch.randn(7, 256, generator=torch.Generator().manual_seed(6)), None),
+        fp8_weight(130, 200, (128, 24)),
+        fp8_weight(130, 200, (128, 128)),
+        fp8_weight(130, 200, (1, 200)),
+        fp8_weight(130, 200, (130, 200)),
+    ],
+    ids=["int4", "reordered", "int8", "nf4", "fp8, odd blocks", "fp8, blocks", "fp8, outputs", "fp8, one scale"],
+)
+def test_a_linear_is_that_of_rounded_weights_and_inputs(weight: LinearWeight, dtype: torch.dtype) -> None:
+    wide_NK, num_inputs = weight.dequantize(torch.float32), weight.in_features
+    is_stored = isinstance(weight, Fp8Weight) and weight.block[1] != 24
+    rounded_NK = wide_NK if is_stored else by_definition(wide_NK, num_inputs)
+    assert torch.equal(rounded_NK, wide_NK) == is_stored
+    x_MK = torch.randn(5, num_inputs, generator=torch.Generator().manual_seed(3)).to(dtype)
+    block = 128 if isinstance(weight, Fp8Weight) and weight.block[1] == 128 else num_inputs
+    exact = by_definition(x_MK.float(), block).double() @ rounded_NK.double().T
+    exact += 0 if weight.bias_N is None else weight.bias_N
+    unrounded = prepare_linear(weight, torch.float32, CPU)(x_MK.float())
+    assert float((unrounded - exact).abs().max() / exact.abs().max()) > 2e-3, "rounding would not be detected"
+    for kernels in ("reference", "cpu"):
+        linear = select_kernels(CPU, dtype, kernels).rounded["fp8"].prepare(weight)
         assert linear is not None
-        assert block is not None
-        ordered = isinstance(weight, GroupIntWeight) and weight.input_order_K is not None
-        wide = by_definition(x_MK[:, ORDER_K].float() if ordered else x_MK.float(), block).double()
-        dense = replace(weight, input_order_K=None) if isinstance(weight, GroupIntWeight) else weight
-        exact = wide @ dense.dequantize(torch.float32).double().T + (0 if weight.bias_N is None else weight.bias_N)
         error = float((linear(x_MK).double() - exact).abs().max() / exact.abs().max())
         assert error < (2e-6 if dtype == torch.float32 else 2**-8)
-        unrounded = prepare_linear(weight, torch.float32, CPU)(x_MK.float())
-        assert float((unrounded - exact).abs().max() / exact.abs().max()) > 2e-3, "rounding would not be detected"
 
 
 def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
@@ -139,7 +146,8 @@ def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
     assert isinstance(prepare, ActQuantLinears)
     dense, narrow = DenseWeight(torch.randn(3, 64)), random_weight(3, 64, 32)
     assert torch.equal(prepare(dense)(x_MK), x_MK @ dense.weight_NK.T)
-    assert torch.allclose(prepare(narrow)(x_MK), rounded(x_MK, 32) @ narrow.dequantize(torch.float32).T, atol=1e-5)
+    rounded_NK = by_definition(narrow.dequantize(torch.float32), 64)
+    assert torch.allclose(prepare(narrow)(x_MK), rounded(x_MK, 64) @ rounded_NK.T, atol=1e-5)
     assert (prepare.num_rounded, prepare.num_all) == (1, 2)
     assert "fp8" in kernels.backends["linear"]
 
@@ -152,45 +160,9 @@ def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with_act_quant(kernels, "fp8", torch.device("cuda"))
 
 
-# -- a scale for each token and for each output
-
-
-@pytest.mark.parametrize(
-    "weight",
-    [
-        random_weight(40, 256, 64, bias=True),
-        replace(random_weight(40, 256, 64), input_order_K=ORDER_K),
-        int8(torch.randn(7, 256, generator=torch.Generator().manual_seed(5)), None),
-        nf4(torch.randn(7, 256, generator=torch.Generator().manual_seed(6)), None),
-        fp8_weight(130, 200, (128, 128)),
-    ],
-    ids=["int4", "reordered", "int8", "nf4", "fp8"],
-)
-def test_a_linear_is_that_of_rounded_weights_and_inputs(weight: LinearWeight) -> None:
-    wide_NK = weight.dequantize(torch.float32)
-    rounded_NK = by_definition(wide_NK, wide_NK.shape[1])
-    assert float((rounded_NK - wide_NK).abs().max()) > 0
-    x_MK = torch.randn(5, weight.in_features, generator=torch.Generator().manual_seed(3))
-    exact = by_definition(x_MK, x_MK.shape[1]).double() @ rounded_NK.double().T
-    exact += 0 if weight.bias_N is None else weight.bias_N
-    for kernels in ("reference", "cpu"):
-        linear = select_kernels(CPU, torch.float32, kernels).rounded["fp8-per-token"].prepare(weight)
-        assert linear is not None
-        assert float((linear(x_MK) - exact).abs().max() / exact.abs().max()) < 2e-6
-
-
-@pytest.mark.parametrize("block", [(1, 200), (130, 200)])
-def test_an_fp8_checkpoint_with_a_scale_for_each_output_is_used_unchanged(block: tuple[int, int]) -> None:
-    weight = fp8_weight(130, 200, block)
-    found = per_output(weight)
-    assert found is not None
-    assert torch.equal(found.dequantize(torch.float32), weight.dequantize(torch.float32))
-    assert found.value_NK is weight.value_NK
-
-
 def test_weights_of_zeros_and_of_16_bit() -> None:
-    assert per_output(DenseWeight(torch.randn(3, 8))) is None
-    zeros = Fp8Weight(torch.zeros(4, 256).to(torch.float8_e4m3fn), torch.ones(1, 2), (4, 128))
-    found = per_output(zeros)
+    assert as_multiplied(DenseWeight(torch.randn(3, 8))) is None
+    zeros = GroupIntWeight(torch.full((4, 256), 8, dtype=torch.uint8), torch.ones(4, 2), torch.full((4, 2), 8.0), 128)
+    found = as_multiplied(zeros)
     assert found is not None
-    assert np.array_equal(found.dequantize(torch.float32).numpy(), np.zeros((4, 256)))
+    assert np.array_equal(found[0].dequantize(torch.float32).numpy(), np.zeros((4, 256)))

@@ -153,29 +153,33 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[
 
 
 def fp8_launches_of(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[str, Launch]:
-    """Return launches of a narrow linear, whose inputs are cut into parts, and of a wide one; none on older cards."""
+    """Return launches of a narrow linear, whose inputs are cut into parts, and of a wide one, with scales of blocks and
+    of tokens; none on older cards."""
     if target.capability < MIN_CAPABILITY:
         return {}
     narrow, wide = (shape.hidden_size, shape.intermediate_size), (2 * shape.intermediate_size, shape.hidden_size)
     found = {}
-    for (num_outputs, num_inputs), num_tokens, name in (
-        (narrow, 1, "1 tokens"),
-        (narrow, 512, "512 tokens, parts in one program"),
-        (wide, 64, "64 tokens"),
-        (wide, 512, "512 tokens"),
+    for (num_outputs, num_inputs), num_tokens, name, group_size in (
+        (narrow, 1, "fp8, 1 tokens", shape.group_size),
+        (narrow, 512, "fp8, 512 tokens, parts in one program", shape.group_size),
+        (wide, 64, "fp8, 64 tokens", shape.group_size),
+        (wide, 512, "fp8, 512 tokens", shape.group_size),
+        (narrow, 1, "fp8 per token, 1 tokens", narrow[1]),
+        (wide, 512, "fp8 per token, 512 tokens", wide[1]),
     ):
         weight = E4m3Weight(
             torch.empty(num_outputs, num_inputs, dtype=torch.float8_e4m3fn, device=_META),
-            torch.empty(num_inputs // shape.group_size, num_outputs, dtype=torch.float32, device=_META),
-            min(shape.group_size, BLOCK),
-            shape.group_size,
+            torch.empty(num_inputs // group_size, num_outputs, dtype=torch.float32, device=_META),
+            min(group_size, BLOCK),
+            group_size,
             num_inputs,
+            per_token=group_size == num_inputs,
         )
         x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
         out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
         rounded = weight.inputs_for(x_MK)
-        found["fp8 rounding"] = rounding_launch(x_MK, rounded)
-        found |= dict(zip((f"fp8, {name}", f"fp8, {name}, join"), fp8_launches(rounded, weight, None, out_MN, target)))
+        found["fp8 per token, rounding" if weight.per_token else "fp8 rounding"] = rounding_launch(x_MK, rounded)
+        found |= dict(zip((name, f"{name}, join"), fp8_launches(rounded, weight, None, out_MN, target)))
     return found | _rounding_ahead(shape, dtype)
 
 

@@ -16,6 +16,7 @@ from tools.compiled_kernels import MAX_SPILLED, PAGE, limits, past_limits
 pytestmark = pytest.mark.timeout(900)  # minutes of compilation, on a machine that runs other tests
 ROOT = Path(__file__).parents[3]
 FP8_PRODUCTS = [f"fp8, {size}" for size in ("1 tokens", "64 tokens", "512 tokens", "512 tokens, parts in one program")]
+FP8_PRODUCTS += ["fp8 per token, 1 tokens", "fp8 per token, 512 tokens"]
 NORMS = [f"add_rms_norm{form}" for form in ("", ", fp8", ", fp8 per token")]
 EXPERTS = [
     *(f"experts, {form}, 64 tokens, Qwen3-30B-A3B" for form in ("int4", "fp8", "nvfp4")),

@@ -21,20 +21,20 @@ a scale, P parts of the inputs.
 # pyright: reportAssignmentType=false
 # It does not understand functions made by `triton.jit`.
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.activations.fp8 import MIN_CAPABILITY, fp8_block, per_output
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY, as_multiplied
 from pipeline.kernels.linears import Linear, RoundedLinears
 from pipeline.kernels.triton import elementwise
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
 from pipeline.kernels.triton.linear.scaled_mm import BLOCK, ScaledMm
 from pipeline.kernels.triton.linear.split_k import add_parts_launch
-from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import LinearWeight
 
 _MAX_FUSED_BLOCK = 32768  # inputs with one scale that a norm or silu rounds: one program holds them in registers
 
@@ -130,26 +130,24 @@ class E4m3Weight:
         return self.value_NK.numel() + 4 * self.scale_GN.numel()
 
     @classmethod
-    def repack(cls, weight: GroupIntWeight | Fp8Weight, block: int, device: torch.device) -> "E4m3Weight":
-        """Repack on `device`, in the weight's order of inputs. `block` comes from `fp8_block`."""
-        num_inputs = weight.in_features
-        if isinstance(weight, GroupIntWeight):
-            q_NGg = weight.q_NK.to(device).unflatten(1, (-1, weight.group_size)).to(torch.float16)
-            value_NGg = q_NGg - weight.zeros_NG.to(device, torch.float16).unsqueeze(-1)
-            value_NK, group_size = value_NGg.flatten(1).to(torch.float8_e4m3fn), weight.group_size
-        else:
-            value_NK, group_size = weight.value_NK.to(device), weight.block[1]
-        missing = -num_inputs % block
-        value_NK = torch.nn.functional.pad(value_NK.view(torch.uint8), (0, missing)).view(torch.float8_e4m3fn)
-        scale_GN = weight.scales_NG.to(device, torch.float32).t().contiguous()
-        whole = num_inputs + missing
-        return cls(value_NK.contiguous(), scale_GN, block, min(group_size, whole), num_inputs)
-
-    @classmethod
-    def with_scales_per_token(cls, weight: LinearWeight, device: torch.device) -> "E4m3Weight | None":
-        """Round on `device` as `fp8.per_output` defines it; None for an unsupported weight."""
-        rounded = per_output(weight, device)
-        return None if rounded is None else replace(cls.repack(rounded, BLOCK, device), per_token=True)
+    def repack(cls, weight: LinearWeight, device: torch.device) -> "E4m3Weight | None":
+        """Round on `device` as `fp8.as_multiplied` defines it; None for an unsupported weight."""
+        served = as_multiplied(weight, device)
+        if served is None:
+            return None
+        rounded, block = served
+        per_token = block >= rounded.in_features
+        block = BLOCK if per_token else block
+        missing = -rounded.in_features % block
+        value_NK = torch.nn.functional.pad(rounded.value_NK.to(device).view(torch.uint8), (0, missing))
+        return cls(
+            value_NK.contiguous().view(torch.float8_e4m3fn),
+            rounded.scales_NG.to(device, torch.float32).t().contiguous(),
+            block,
+            min(rounded.block[1], rounded.in_features + missing),
+            rounded.in_features,
+            per_token,
+        )
 
     @property
     def input_block(self) -> int:
@@ -244,25 +242,22 @@ class Fp8Linear:
     rounded outputs.
 
     `add_rms_norm` and `gate_mul` implement `InputKernels`, for outputs that only this linear reads: if its inputs are
-    whole blocks in natural order, they round them in the same launch, to the same bits.
+    whole blocks, they round them in the same launch, to the same bits.
     """
 
     def __init__(
         self,
         weight: E4m3Weight,
         bias_N: torch.Tensor | None,
-        input_order_K: torch.Tensor | None = None,
         cublas: ScaledMm | None = None,
     ) -> None:
         device = weight.value_NK.device
         self.target = CompileTarget.from_device(device)
         self.weight = weight
         self.bias_N = None if bias_N is None else bias_N.to(device, torch.float32)
-        self.input_order_K = None if input_order_K is None else input_order_K.to(device)
         num_outputs, num_inputs = weight.value_NK.shape
-        is_whole = num_inputs == weight.num_inputs and weight.input_block <= _MAX_FUSED_BLOCK
-        self._is_fused = is_whole and input_order_K is None
-        fits = weight.per_token or weight.block == weight.group_size == BLOCK < num_inputs
+        self._is_fused = num_inputs == weight.num_inputs and weight.input_block <= _MAX_FUSED_BLOCK
+        fits = weight.per_token or weight.block == weight.group_size == BLOCK
         self.cublas = cublas if fits and num_outputs % 16 == 0 else None
         if self.cublas is not None:
             self.cublas.probe(weight.value_NK, weight.scale_GN)
@@ -281,8 +276,6 @@ class Fp8Linear:
 
     def round(self, x_MK: torch.Tensor) -> Fp8Inputs:
         """Round inputs in a separate launch."""
-        if self.input_order_K is not None:
-            x_MK = x_MK[:, self.input_order_K]
         rounded = self.weight.inputs_for(x_MK)
         if len(x_MK):
             rounding_launch(x_MK, rounded).run()
@@ -323,23 +316,13 @@ def fp8_linears(device: torch.device, dtype: torch.dtype, deterministic: bool = 
     """Return `Kernels.rounded`; empty on a GPU that does not multiply fp8. deterministic: do not use cuBLAS."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
         return {}
-    cublas, cublas_per_token = (None if deterministic else ScaledMm.on(device, dtype, each) for each in (False, True))
+    per_block, per_token = (None if deterministic else ScaledMm.on(device, dtype, each) for each in (False, True))
 
     def prepare(weight: LinearWeight) -> Linear | None:
-        block = fp8_block(weight)
-        if block is None or not isinstance(weight, GroupIntWeight | Fp8Weight):
+        packed = E4m3Weight.repack(weight, device)
+        if packed is None:
             return None
-        order_K = weight.input_order_K if isinstance(weight, GroupIntWeight) else None
-        return Fp8Linear(E4m3Weight.repack(weight, block, device), weight.bias_N, order_K, cublas)
+        return Fp8Linear(packed, weight.bias_N, per_token if packed.per_token else per_block)
 
-    def prepare_per_token(weight: LinearWeight) -> Linear | None:
-        packed = E4m3Weight.with_scales_per_token(weight, device)
-        return None if packed is None else Fp8Linear(packed, weight.bias_N, cublas=cublas_per_token)
-
-    backend, backend_per_token = "Triton" if cublas is None else "cuBLAS", "Triton"
-    if cublas_per_token is not None:
-        backend_per_token = "Triton for few tokens, cuBLAS for many"
-    return {
-        "fp8": RoundedLinears(prepare, f"{backend}, fp8 inputs and weights"),
-        "fp8-per-token": RoundedLinears(prepare_per_token, f"{backend_per_token}, fp8 inputs and weights"),
-    }
+    backend = "Triton" if per_token is None else "Triton for few tokens, cuBLAS for many"
+    return {"fp8": RoundedLinears(prepare, f"{backend}, fp8 inputs and weights")}

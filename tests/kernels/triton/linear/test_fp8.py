@@ -17,7 +17,7 @@ from pipeline.kernels.triton.launch import A100, H100, CompileTarget
 from pipeline.kernels.triton.linear import fp8
 from pipeline.kernels.triton.linear.fp8 import Fp8Linear, fp8_linears, parts_of, tile_for
 from pipeline.kernels.triton.linear.scaled_mm import ScaledMm
-from pipeline.weights.packed import DenseWeight, Fp8Weight, GroupIntWeight
+from pipeline.weights.packed import DenseWeight, Fp8Weight, LinearWeight
 from tests.gpu.checks import FP8_SUMS, fp8_tolerance
 from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.triton.problems import DEVICE, DTYPES, PRODUCT, random_weight
@@ -28,19 +28,16 @@ pytestmark = pytest.mark.skipif(
 SUMS = 0.0 if DEVICE.type == "cpu" else FP8_SUMS
 
 
-def oracle(weight: GroupIntWeight | Fp8Weight, x_MK: torch.Tensor, activation_dtype: str = "fp8") -> torch.Tensor:
-    linears = reference_kernels(torch.float32, torch.device("cpu")).rounded[activation_dtype]
-    linear = linears.prepare(weight)
+def oracle(weight: LinearWeight, x_MK: torch.Tensor) -> torch.Tensor:
+    linear = reference_kernels(torch.float32, torch.device("cpu")).rounded["fp8"].prepare(weight)
     assert linear is not None
     return linear(x_MK.float().cpu())
 
 
-def linear_of(
-    weight: GroupIntWeight | Fp8Weight, activation_dtype: str = "fp8", cublas: ScaledMm | None = None
-) -> Fp8Linear:
+def linear_of(weight: LinearWeight, cublas: ScaledMm | None = None) -> Fp8Linear:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ScaledMm, "on", lambda device, dtype, per_token: cublas)
-        linear = fp8_linears(DEVICE, torch.bfloat16)[activation_dtype].prepare(weight)
+        linear = fp8_linears(DEVICE, torch.bfloat16)["fp8"].prepare(weight)
     assert isinstance(linear, Fp8Linear)
     return linear
 
@@ -100,13 +97,13 @@ def bits(rounded: Fp8Inputs) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinities in the interpreter
 @DTYPES
-@pytest.mark.parametrize("activation_dtype", ["fp8", "fp8-per-token"])
-@pytest.mark.parametrize(("num_inputs", "group_size"), [(128, 128), (1408, 64), (640, 32)])
+@pytest.mark.parametrize("block", [128, 64, 32, None])
+@pytest.mark.parametrize("num_inputs", [128, 1408])
 def test_norms_and_silu_round_to_the_bits_of_a_launch_of_its_own(
-    num_inputs: int, group_size: int, activation_dtype: str, dtype: torch.dtype
+    num_inputs: int, block: int | None, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(num_inputs)
-    linear = linear_of(random_weight(8, num_inputs, group_size), activation_dtype)
+    linear = linear_of(fp8_weight(8, num_inputs, (8, block or num_inputs)))
     x_TH, residual_TH = unusual_tokens(num_inputs, dtype), unusual_tokens(num_inputs, dtype)
     gate_up_T2F = torch.cat([x_TH, residual_TH], 1)
     weight_H = (torch.rand(num_inputs) + 0.5).to(DEVICE, dtype)
@@ -125,18 +122,12 @@ def test_norms_and_silu_round_to_the_bits_of_a_launch_of_its_own(
 
 
 @pytest.mark.parametrize(
-    ("weight", "activation_dtype"),
-    [
-        (replace(random_weight(9, 128, 64), input_order_K=torch.randperm(128)), "fp8"),
-        (fp8_weight(7, 200, (128, 128)), "fp8"),
-        (random_weight(2, 32_896, 128), "fp8-per-token"),
-    ],
-    ids=["reordered", "no whole blocks", "too wide for one program"],
+    "weight",
+    [fp8_weight(7, 200, (128, 128)), random_weight(2, 32_896, 128)],
+    ids=["no whole blocks", "too wide for one program"],
 )
-def test_norms_and_silu_stay_in_16_bit_for_linears_that_round_for_themselves(
-    weight: GroupIntWeight | Fp8Weight, activation_dtype: str
-) -> None:
-    linear, num_inputs = linear_of(weight, activation_dtype), weight.in_features
+def test_norms_and_silu_stay_in_16_bit_for_linears_that_round_for_themselves(weight: LinearWeight) -> None:
+    linear, num_inputs = linear_of(weight), weight.in_features
     x_TH = torch.randn(2, num_inputs, device=DEVICE)
     gate_up_T2F, weight_H = torch.cat([x_TH, x_TH], 1), torch.ones_like(x_TH[0])
     ours, expected = (
@@ -162,32 +153,29 @@ OF_TYPES = [(1, torch.float32), (17, torch.float16), (70, torch.float32)]
 OF_TYPES += [(tokens, torch.bfloat16) for tokens in (1, 17, 70) if DEVICE.type == "cuda"]
 
 
-PER_BLOCK = {
+WEIGHTS = {
     "bias": random_weight(70, 256, 128, bias=True),
-    "groups of 32": random_weight(64, 160, 32),
-    "groups of 64": random_weight(130, 192, 64),
-    "two blocks a scale": random_weight(33, 512, 256),
-    "less than a block": random_weight(5, 96, 96),
     "reordered": replace(random_weight(9, 128, 64), input_order_K=torch.randperm(128)),
-    "fp8": fp8_weight(130, 200, (128, 128)),
-    "rows": fp8_weight(7, 200, (1, 200)),
-}
-PER_TOKEN = {name: PER_BLOCK[name] for name in ("bias", "groups of 32", "reordered", "fp8", "rows")} | {
     "several parts": random_weight(20, 2048, 128),
     "8 bits": replace(random_weight(8, 96, 48), bits=8),
+    "blocks": fp8_weight(130, 200, (128, 128)),
+    "blocks of 32": fp8_weight(64, 160, (64, 32)),
+    "blocks of 64": fp8_weight(130, 192, (128, 64)),
+    "two blocks a scale": fp8_weight(33, 512, (128, 256)),
+    "less than a block": fp8_weight(5, 96, (128, 128)),
+    "rows": fp8_weight(7, 200, (1, 200)),
     "one scale": fp8_weight(7, 200, (7, 200)),
 }
-PRODUCTS = [("fp8", name) for name in PER_BLOCK] + [("fp8-per-token", name) for name in PER_TOKEN]
 
 
-@pytest.mark.parametrize(("activation_dtype", "name"), PRODUCTS)
-def test_the_product(activation_dtype: str, name: str) -> None:
-    weight = (PER_BLOCK if activation_dtype == "fp8" else PER_TOKEN)[name]
-    linear = linear_of(weight, activation_dtype)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_the_product(name: str) -> None:
+    weight = WEIGHTS[name]
+    linear = linear_of(weight)
     for tokens, dtype in OF_TYPES:
         torch.manual_seed(tokens)
         x_MK = (torch.randn(tokens, weight.in_features) * torch.rand(tokens, 1)).to(DEVICE, dtype)
-        ours, expected = linear(x_MK), oracle(weight, x_MK, activation_dtype)
+        ours, expected = linear(x_MK), oracle(weight, x_MK)
         assert ours.dtype == dtype
         error = float((ours.float().cpu() - expected).abs().max() / expected.abs().max())
         assert error < PRODUCT[dtype] + SUMS, (tokens, dtype)
@@ -216,7 +204,6 @@ def test_no_tokens_and_rows_that_lie_apart() -> None:
 def test_where_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     linears = fp8_linears(DEVICE, torch.bfloat16)["fp8"]
     assert linears.prepare(DenseWeight(torch.randn(8, 64))) is None
-    assert linears.prepare(random_weight(8, 96, 48)) is None
     for capability, served in [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True), ((10, 0), True)]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
         monkeypatch.setattr(ScaledMm, "on", lambda device, dtype, per_token: None)
@@ -273,12 +260,16 @@ def cublas_of_card(monkeypatch: pytest.MonkeyPatch, refused: Callable[[int], boo
     return products
 
 
-def cublas_of(activation_dtype: str = "fp8", dtype: torch.dtype = torch.bfloat16) -> ScaledMm:
-    return ScaledMm(dtype, activation_dtype == "fp8-per-token")
+def cublas_of(dtype: torch.dtype = torch.bfloat16, per_token: bool = False) -> ScaledMm:
+    return ScaledMm(dtype, per_token)
 
 
-def error_of(linear: Fp8Linear, weight: GroupIntWeight, x_MK: torch.Tensor) -> float:
-    expected = oracle(weight, x_MK, "fp8-per-token" if linear.weight.per_token else "fp8")
+def of_blocks(num_outputs: int, num_inputs: int = 384) -> Fp8Weight:
+    return fp8_weight(num_outputs, num_inputs, (128, 128))
+
+
+def error_of(linear: Fp8Linear, weight: LinearWeight, x_MK: torch.Tensor) -> float:
+    expected = oracle(weight, x_MK)
     return float((linear(x_MK).cpu() - expected).abs().max() / expected.abs().max())
 
 
@@ -286,17 +277,16 @@ BY_CUBLAS = fp8_tolerance(torch.bfloat16)
 BY_TRITON = BY_CUBLAS + 2**-8  # its interpreter truncates instead of rounding
 
 
-@pytest.mark.parametrize(
-    ("activation_dtype", "by_cublas"), [("fp8", [16, 16, 64, 80, 80, 144]), ("fp8-per-token", [80, 80, 144])]
-)
+@pytest.mark.parametrize(("per_token", "by_cublas"), [(False, [16, 16, 64, 80, 80, 144]), (True, [80, 80, 144])])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_numbers_of_tokens_that_are_cublass(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, activation_dtype: str, by_cublas: list[int]
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bias: bool, per_token: bool, by_cublas: list[int]
 ) -> None:
     products = cublas_of_card(monkeypatch)
-    weight = random_weight(32, 384, 128, bias)
-    linear = linear_of(weight, activation_dtype, cublas_of(activation_dtype, dtype))
+    weight = fp8_weight(32, 384, (32, 384)) if per_token else of_blocks(32)
+    weight = replace(weight, bias_N=torch.randn(32)) if bias else weight
+    linear = linear_of(weight, cublas_of(dtype, per_token))
     products.clear()
     for tokens in (1, 16, 64, 65, 77, 130):
         error = error_of(linear, weight, torch.randn(tokens, 384, device=DEVICE).to(dtype))
@@ -304,8 +294,8 @@ def test_numbers_of_tokens_that_are_cublass(
         assert error < fp8_tolerance(dtype) + once_more * torch.finfo(dtype).eps / 2
     assert products == by_cublas, "multiples of 16"
     assert linear(torch.randn(0, 384, device=DEVICE, dtype=dtype)).shape == (0, 32)
-    if activation_dtype == "fp8":
-        for other in (random_weight(32, 384, 64), random_weight(32, 512, 256), random_weight(30, 384, 128)):
+    if not per_token:
+        for other in (fp8_weight(32, 384, (128, 64)), fp8_weight(32, 512, (128, 256)), of_blocks(30)):
             assert linear_of(other, cublas=cublas_of()).cublas is None
     assert len(products) == len(by_cublas)
 
@@ -313,7 +303,7 @@ def test_numbers_of_tokens_that_are_cublass(
 def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of padding holds arbitrary values, NaN included."""
     cublas_of_card(monkeypatch)
-    weight = random_weight(32, 384, 128)
+    weight = of_blocks(32)
     linear, x_MK = linear_of(weight, cublas=cublas_of()), torch.randn(77, 384, device=DEVICE).bfloat16()
     empty = torch.empty
 
@@ -327,7 +317,7 @@ def test_tokens_that_pad_a_product_change_none(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
     products = cublas_of_card(monkeypatch, refused=lambda tokens: tokens == 176)
-    cublas, weights = cublas_of(), [random_weight(outputs, 384, 128) for outputs in (32, 32, 64)]
+    cublas, weights = cublas_of(), [of_blocks(outputs) for outputs in (32, 32, 64)]
     first, second, other = (linear_of(weight, cublas=cublas) for weight in weights)
     x_MK = torch.randn(170, 384, device=DEVICE).bfloat16()
     with pytest.warns(RuntimeWarning, match=r"32 outputs and 384 inputs was rejected at 176 tokens: .*NOT_SUPPORTED"):
@@ -343,7 +333,7 @@ def test_a_shape_that_cublas_refuses_is_tritons_from_then_on(monkeypatch: pytest
 
 def test_memory_that_runs_out_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     cublas_of_card(monkeypatch)
-    linear = linear_of(random_weight(32, 384, 128), cublas=cublas_of())
+    linear = linear_of(of_blocks(32), cublas=cublas_of())
     runs_out = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
     monkeypatch.setattr(torch, "_scaled_mm", runs_out)
     for _ in range(2):
@@ -368,7 +358,7 @@ REFUSED = [Mock(side_effect=kind("no such product")) for kind in (RuntimeError, 
 def test_a_shape_that_the_probe_finds_wrong_is_tritons(
     monkeypatch: pytest.MonkeyPatch, product: Callable[..., torch.Tensor]
 ) -> None:
-    weight, cublas = random_weight(96, 384, 128), cublas_of()
+    weight, cublas = of_blocks(96), cublas_of()
     monkeypatch.setattr(torch, "_scaled_mm", product)
     with pytest.warns(RuntimeWarning, match="96 outputs and 384 inputs was wrong or rejected when probed"):
         linear = linear_of(weight, cublas=cublas)
@@ -384,7 +374,7 @@ def test_a_type_in_which_cublas_is_wrong_is_tritons(monkeypatch: pytest.MonkeyPa
         return (in_blocks(*tensors, out_dtype=torch.float32, **scales) * (1 + 0.7 * 2**-8)).to(out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", less_exact)
-    weight, in_bfloat16 = random_weight(32, 384, 128), cublas_of()
+    weight, in_bfloat16 = of_blocks(32), cublas_of()
     assert in_bfloat16.supports(linear_of(weight, cublas=in_bfloat16).weight.value_NK)
     with pytest.warns(RuntimeWarning, match="wrong or rejected when probed"):
         linear = linear_of(weight, cublas=cublas_of(dtype=torch.float16))
@@ -402,7 +392,7 @@ def test_cublas_is_only_for_cards_that_have_the_product(monkeypatch: pytest.Monk
 def test_deterministic_kernels_never_take_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ScaledMm, "on", lambda device, dtype, per_token: cublas_of())
     monkeypatch.setattr(torch, "_scaled_mm", in_blocks)
-    weight = random_weight(32, 384, 128)
+    weight = of_blocks(32)
     for deterministic in (False, True):
         linears = fp8_linears(DEVICE, torch.bfloat16, deterministic)["fp8"]
         linear = linears.prepare(weight)
