@@ -69,7 +69,7 @@ def _measure(setting: Setting, share: float) -> OffloadTimes:
         max_num_seqs=max(ROWS),
         max_num_batched_tokens=max(prompt, *ROWS),
         # Slightly less, which is not rounded up to one more layer.
-        cpu_offload_gb=0.999 * share * sum(layer_bytes_on_gpu(model, setting.dtype, "auto")) / 1e9,
+        cpu_offload_gb=0.999 * share * sum(layer_bytes_on_gpu(model, setting.dtype)) / 1e9,
     )
     began, resolved = time.perf_counter(), resolve(config, model)
     loaded = LoadedModel.load(folder, model, resolved)

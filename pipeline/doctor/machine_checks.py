@@ -120,7 +120,7 @@ def kernels(setup: Setup) -> Iterator[Check]:
     import torch
 
     from pipeline.errors import ConfigError
-    from pipeline.kernels.activations.act_quant import with_act_quant
+    from pipeline.kernels.activations.act_quant import ACT_QUANT_SCHEMES, Activations, with_act_quant
     from pipeline.kernels.select import default_dtype, keep_cpu_kernels_in, keep_gpu_kernels_in, select_kernels
     from pipeline.model.config import DTYPES
 
@@ -134,11 +134,11 @@ def kernels(setup: Setup) -> Iterator[Check]:
         keep_gpu_kernels_in(gpu_kernel_folder())
     dtype = DTYPES.get(setup.engine.dtype) or default_dtype(device, torch.bfloat16)
     kernels = select_kernels(device, dtype)
-    if setup.engine.activation_dtype != "auto":
+    if (activation_dtype := setup.engine.activation_dtype) in ACT_QUANT_SCHEMES:
         try:
-            kernels = with_act_quant(kernels, setup.engine.activation_dtype, device)
+            kernels = with_act_quant(kernels, Activations.for_all_weights(activation_dtype), device)
         except ConfigError as error:
-            yield Check("kernels", f"activations in {setup.engine.activation_dtype}", "failed", str(error), exit_code=2)
+            yield Check("kernels", f"activations in {activation_dtype}", "failed", str(error), exit_code=2)
     for operation, origin in sorted(kernels.backends.items()):
         yield Check("kernels", operation, "ok", f"{origin} ({device.type}, {str(dtype).removeprefix('torch.')})")
     if device.type == "cuda" and find_spec("triton") is not None:

@@ -21,19 +21,20 @@ class EngineConfig:
     max_num_seqs sequences of max_model_len tokens need, at most a quarter of the free memory.
     cpu_offload_gb: GB (10^9 bytes) of each GPU's weights of layers to keep in host memory, rounded up to whole layers;
     each step copies them to the GPU, see `pipeline/model/offload.py`. The draft model's weights stay on the GPU.
-    kv_cache_dtype: "auto", the compute dtype, or "fp8": 8 bits and a scale for each token and KV head, also in the
-    draft model's cache (see kernels/cache.py).
+    kv_cache_dtype: "none" is the compute dtype, "fp8" 8 bits and a scale for each token and KV head, also in the draft
+    model's cache (see kernels/cache.py); "auto" is "fp8" if the checkpoint declares it, else "none".
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
-    activation_dtype: "auto" is `dtype`; "fp8" rounds the inputs of quantized linears to float8_e4m3fn, and weights that
+    activation_dtype: "none" is `dtype`; "fp8" rounds the inputs of quantized linears to float8_e4m3fn, and weights that
     are not stored in it, which can change tokens (see `kernels/activations/fp8.py`): it is faster on NVIDIA GPUs from
     compute capability 8.9 and slower elsewhere, where it only serves to check its effect on outputs. "int8" rounds
     those of 4- and 8-bit integer linears (see `kernels/activations/int8.py`): it is faster on processors with AVX2.
+    "auto" rounds to fp8 or int8 if the checkpoint declares it, the device multiplies it, and `deterministic` is off.
     deterministic: a row's logits, and so its tokens, are bitwise equal whatever else is in a step, however its prompt
     is chunked, shared or recomputed, and whether drafts were verified. Slower; on CPU in float32 only. See
     `kernels/triton/batch_invariant.py` and `kernels/cpu/invariant.py` for the cost. With a draft model fewer sampled
     drafts are accepted, because rejection sampling would make tokens depend on them.
-    quantization: "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while loading, by
-    rounding; "none" keeps the stored weights, quantized or not.
+    quantization: "fp8", "int8", "int4-rtn" or "nf4" quantizes the linears of a 16- or 32-bit checkpoint while loading,
+    by rounding; "none" keeps the stored weights, quantized or not.
     speculation: a `SpeculationConfig`, its method alone ("off", or False), or a mapping of its fields.
     num_threads: CPU threads of this engine while it computes, at most one per processor; None: torch's current number.
     tensor_parallel_size: number of GPUs that compute each step together, each with a share of every layer; on a CPU,

@@ -56,7 +56,7 @@ def predicted_speed(card: Card, model: ServedModel, fit: Fit) -> PredictedSpeed 
 def _costs(card: Card, model: ServedModel, fit: Fit) -> tuple[DecoderSize, Weights, float]:
     """Return what the cost model needs: sizes, form of the weights, and bytes of one number in the KV cache."""
     config, head_dim = model.config, model.config.head_dim
-    weights = weights_of_steps(config, card, model.engine.activation_dtype, fit.keeps_dense)
+    weights = weights_of_steps(config, card, fit.activations, fit.keeps_dense)
     return config.size, replace(weights, host_bytes=fit.host_bytes), head_bytes(head_dim, fit.kv_dtype) / head_dim
 
 
@@ -94,9 +94,9 @@ class OnCard:
     @property
     def load_s(self) -> float:
         """Assumed time of reading the checkpoint."""
-        config, activations = self.model.config, self.model.engine.activation_dtype
+        config, fit = self.model.config, self.fit
         num_bytes = weight_bytes(
-            config, torch.device("cuda"), self.fit.dtype, keeps_dense=False, activation_dtype=activations
+            config, torch.device("cuda"), fit.dtype, keeps_dense=False, activations=fit.activations
         )
         return num_bytes / LOAD_BYTES_PER_S
 

@@ -4,6 +4,7 @@ Figures follow from config.json by the engine's own rules (`engine/startup/memor
 card's memory is the data sheet's (`hardware.yaml`), assumed to be free.
 """
 
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,12 +25,11 @@ from pipeline.engine.startup.memory import (
     offload_plan,
     weight_bytes,
 )
-from pipeline.engine.startup.resolve import check_activations, quantized_on_load
+from pipeline.engine.startup.resolve import quantized_on_load, resolve_kv_dtype
 from pipeline.errors import ConfigError, ModelError
-from pipeline.kernels.activations.act_quant import rounds_all
+from pipeline.kernels.activations.act_quant import NOT_ROUNDED, Activations, resolve_activations
 from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
-from pipeline.kernels.cache import FP8
-from pipeline.kernels.select import default_dtype
+from pipeline.kernels.select import default_dtype, native_activations
 from pipeline.model.config import DTYPES, ModelConfig, read_config
 from pipeline.model.load import as_stored
 from pipeline.roofline.cards import Card
@@ -44,14 +44,15 @@ class Fit:
 
     memory_bytes: of each device: the sum of weight_bytes (its share of the model, and the draft model), kv_bytes (of
     the KV cache), step_bytes (of the largest step and of libraries) and free_bytes, which is negative if the weights do
-    not fit. kv_bytes_per_token: of each device's share of the KV cache. keeps_dense: 4-bit weights have a 16-bit copy.
-    offload: weights in host memory, which weight_bytes excludes. lacks: a feature that the job requires and the device
-    lacks, so that a run would fail; else empty.
+    not fit. activations: as rounded there. kv_bytes_per_token: of each device's share of the KV cache. keeps_dense:
+    packed weights have a 16-bit copy. offload: weights in host memory, which weight_bytes excludes. lacks: a feature
+    that the job requires and the device lacks, so that a run would fail; else empty.
     """
 
     name: str
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    activations: Activations
     memory_bytes: int
     weight_bytes: int
     kv_bytes: int
@@ -101,7 +102,7 @@ class ServedModel:
         config = quantized_on_load(read_config(folder), engine.quantization)
         with suppress(ModelError):  # the weights are in a store, or broken
             config = as_stored(config, folder)
-        check_activations(engine.activation_dtype, config.quantization)
+        resolve_activations(engine.activation_dtype, config.quantization, (), engine.deterministic)
         path = engine.speculation_config.model
         draft = None if path is None else folder_here(path)
         return cls(config, engine, None if draft is None else read_config(draft))
@@ -112,7 +113,7 @@ class ServedModel:
         stored = self.config.quantization
         bits = 8 * self.config.dtype.itemsize if stored is None else stored.bits
         activations = self.engine.activation_dtype
-        return f"{bits} bit" if activations == "auto" else f"{bits} bit, {activations}"
+        return f"{bits} bit" if activations in ("auto", "none") else f"{bits} bit, {activations}"
 
     def forms(self) -> list["ServedModel"]:
         """Return the model as it is, then the forms that the job file can choose: 4-bit weights, and fp8 products."""
@@ -125,7 +126,8 @@ class ServedModel:
             found += [
                 replace(each, engine=replace(each.engine, activation_dtype="fp8"))
                 for each in found
-                if rounds_all("fp8", each.config.quantization)
+                if Activations.for_all_weights("fp8").cover(each.config.quantization)
+                and each._activations(("fp8",)) == NOT_ROUNDED
             ]
         return found
 
@@ -136,7 +138,8 @@ class ServedModel:
             memory, capability = torch.cuda.mem_get_info(device)[1], (properties.major, properties.minor)
             return self._on_gpu("this machine's GPU", memory, capability, self.engine.tensor_parallel_size)
         dtype, kv_dtype = self._dtypes(device)
-        weights = weight_bytes(self.config, device, dtype, activation_dtype=self.engine.activation_dtype)
+        activations = self._activations(native_activations(device, self.engine.kernels))
+        weights = weight_bytes(self.config, device, dtype, activations=activations)
         if self.draft is not None:
             weights += weight_bytes(self.draft, device, dtype)
         free = free_cpu_bytes()
@@ -144,6 +147,7 @@ class ServedModel:
             name="this machine (free)",
             dtype=dtype,
             kv_dtype=kv_dtype,
+            activations=activations,
             memory_bytes=free,
             weight_bytes=weights,
             kv_bytes=max(0, int((free - weights) * CPU_SHARE)),
@@ -161,14 +165,15 @@ class ServedModel:
         gpu, engine, config, offload = torch.device("cuda"), self.engine, self.config, None
         dtype, kv_dtype = self._dtypes(gpu)
         lacks = _lacking(engine.activation_dtype, capability)
+        activations = self._activations(("fp8",) if capability >= MIN_CAPABILITY else ())
         try:
             config = config.local(num_cards)
-            layers = layer_bytes_on_gpu(config, dtype, engine.activation_dtype)
+            layers = layer_bytes_on_gpu(config, dtype, activations)
             offload = offload_plan(layers, engine.cpu_offload_gb)
         except ConfigError as error:
             lacks = lacks or str(error)
         freed = 0 if offload is None else offload.freed_bytes
-        packed = weight_bytes(config, gpu, dtype, keeps_dense=False, activation_dtype=engine.activation_dtype) - freed
+        packed = weight_bytes(config, gpu, dtype, keeps_dense=False, activations=activations) - freed
         limits = self._limits(gpu_limits(memory_bytes, capability, packed))
         cached_tokens = cache_before_dense(limits.max_num_seqs, engine.max_model_len or config.max_position)
         draft = draft_cache = 0
@@ -179,11 +184,12 @@ class ServedModel:
         keeps_dense = offload is None and dense_weights_fit(
             config, dtype, kv_dtype, budget - draft_cache, cached_tokens
         )
-        weights = weight_bytes(config, gpu, dtype, keeps_dense, engine.activation_dtype) - freed
+        weights = weight_bytes(config, gpu, dtype, keeps_dense, activations) - freed
         return Fit(
             name=name,
             dtype=dtype,
             kv_dtype=kv_dtype,
+            activations=activations,
             memory_bytes=memory_bytes,
             weight_bytes=weights + draft,
             kv_bytes=max(0, budget - STEP_BYTES - SLACK_BYTES - weights),
@@ -200,7 +206,12 @@ class ServedModel:
     def _dtypes(self, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of computing and that of the KV cache."""
         dtype = DTYPES.get(self.engine.dtype) or default_dtype(device, self.config.dtype)
-        return dtype, FP8 if self.engine.kv_cache_dtype == "fp8" else dtype
+        return dtype, resolve_kv_dtype(self.engine.kv_cache_dtype, self.config, dtype)
+
+    def _activations(self, native: Collection[str]) -> Activations:
+        """Return the rounding of activations on a device that multiplies the types `native`."""
+        engine = self.engine
+        return resolve_activations(engine.activation_dtype, self.config.quantization, native, engine.deterministic)
 
     def _kv_bytes_per_token(self, share: ModelConfig, kv_dtype: torch.dtype) -> int:
         draft = 0 if self.draft is None else self.draft.kv_bytes_per_token(kv_dtype)
@@ -217,7 +228,7 @@ def _lacking(activation_dtype: str, capability: tuple[int, int]) -> str:
     """Return the feature that a GPU lacks and that `with_act_quant` would refuse, or an empty string."""
     if activation_dtype == "int8":
         return "engine.activation_dtype: int8 runs on CPUs only"
-    if activation_dtype != "auto" and capability < MIN_CAPABILITY:
+    if activation_dtype == "fp8" and capability < MIN_CAPABILITY:
         needed, has = (".".join(map(str, pair)) for pair in (MIN_CAPABILITY, capability))
-        return f"engine.activation_dtype: {activation_dtype} needs compute capability {needed}, this card has {has}"
+        return f"engine.activation_dtype: fp8 needs compute capability {needed}, this card has {has}"
     return ""

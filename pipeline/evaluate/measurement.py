@@ -230,9 +230,7 @@ class _Evaluator:
             prompt_tokens_per_s=outputs.prompt_tokens_per_s,
             decode_tokens_per_s=outputs.decode_tokens_per_s,
             checkpoint_bytes=sum(file.stat().st_size for file in checkpoint_files(found.folder)),
-            weight_bytes=weight_bytes(
-                found.model, resolved.device, resolved.dtype, activation_dtype=resolved.activation_dtype
-            ),
+            weight_bytes=weight_bytes(found.model, resolved.device, resolved.dtype, activations=resolved.activations),
             kv_bytes_per_token=found.model.kv_bytes_per_token(resolved.kv_dtype),
         )
         return measured, outputs

@@ -9,6 +9,7 @@ import torch
 
 from pipeline.errors import ConfigError, EnvironmentFailed
 from pipeline.kernels.activations.act_quant import act_quant_oracles
+from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.reference import reference_kernels
 from pipeline.machine.caches import write_problem
@@ -52,6 +53,27 @@ def select_kernels(
     if wanted == "triton":
         return _triton_kernels(device, dtype, keep_dense, deterministic)
     raise ConfigError(f"engine.kernels = {wanted!r}: expected one of {', '.join(KERNELS)}")
+
+
+def native_activations(device: torch.device, kernels: str) -> frozenset[str]:
+    """Return the types of rounded activations (`engine.activation_dtype`) that the kernels of a device multiply. The
+    reference's measure quality only."""
+    if kernels == "reference":
+        return frozenset()
+    if device.type == "cuda":
+        has_fp8 = find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+        return frozenset({"fp8"} if has_fp8 else ())
+    if kernels == "triton":
+        return frozenset({"fp8"})
+    return frozenset({"int8"} if _multiplies_int8() else ())
+
+
+def _multiplies_int8() -> bool:
+    if numba_unavailable_reason() is not None:
+        return False
+    from pipeline.kernels.cpu.linear.linear_int8 import has_vnni
+
+    return has_vnni()
 
 
 def _triton_kernels(device: torch.device, dtype: torch.dtype, keep_dense: bool, deterministic: bool) -> Kernels:
@@ -129,10 +151,10 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
     from pipeline.kernels.cpu.experts import prepare_experts
     from pipeline.kernels.cpu.layer_loop import fused_layer_loop
     from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16
-    from pipeline.kernels.cpu.linear.linear_int8 import has_vnni, int8_linears
+    from pipeline.kernels.cpu.linear.linear_int8 import int8_linears
 
     init_thread_pool()
-    if has_vnni():
+    if _multiplies_int8():
         rounded["int8"] = int8_linears()
     if dtype == torch.float32:
         linear = "numba on bfloat16, 8-bit and int4 weights; torch (BLAS) on float32 weights"

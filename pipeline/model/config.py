@@ -9,7 +9,7 @@ import torch
 
 from pipeline.checkpoints.quantizer_files import CONFIG, quantization_options
 from pipeline.errors import ConfigError, ModelError
-from pipeline.kernels.activations.act_quant import rounds_all
+from pipeline.kernels.activations.act_quant import NOT_ROUNDED, Activations
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.config_values import model_values
 from pipeline.model.families import FAMILIES, Family, FamilyFields
@@ -18,7 +18,16 @@ from pipeline.model.rope import Rope
 from pipeline.model.unsupported import ON_A_SERVER, UNSUPPORTED
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
 from pipeline.weights.config_fields import Fields
-from pipeline.weights.formats import QuantFormat, bytes_on_gpu, has_only_experts, is_int4, linear_forms, read_format
+from pipeline.weights.formats import (
+    QuantFormat,
+    bytes_on_gpu,
+    declares_fp8_cache,
+    has_only_experts,
+    is_int4,
+    linear_forms,
+    quantizes_linears,
+    read_format,
+)
 
 StoredParts = list[tuple[str, int, int]]
 """Linears of a checkpoint: name, outputs, inputs."""
@@ -35,7 +44,8 @@ class ModelConfig:
     input embeddings. rounds_embedding_scale: the factor is rounded to the type of the embeddings, in which the model
     was trained. logit_scale: factor of the logits. logit_softcap: bound of the logits by softcap * tanh(logit /
     softcap); 0: none. num_classes: of a sequence classification head, which replaces the one over the vocabulary.
-    num_unused_layers: layers that the checkpoint has after these, to draft tokens (MTP).
+    num_unused_layers: layers that the checkpoint has after these, to draft tokens (MTP). has_fp8_cache: the checkpoint
+    declares a KV cache in fp8.
     """
 
     vocab_size: int
@@ -59,6 +69,7 @@ class ModelConfig:
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
     num_unused_layers: int = 0
+    has_fp8_cache: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -177,7 +188,7 @@ class ModelConfig:
         first = found[0]
         return ExpertSize(len(found), first.num_experts, first.routing.top_k, first.width, first.shared_width)
 
-    def weights_on_card(self, activation_dtype: str = "auto") -> Weights:
+    def weights_on_card(self, activations: Activations = NOT_ROUNDED) -> Weights:
         """Return the form of the linears for the cost model: 4-bit integers stay packed, all others are computed in 16
         bits; if all of them support fp8 activations, they are one byte each. Experts stay as `bytes_on_gpu` says."""
         if self.quantization is None:
@@ -186,7 +197,7 @@ class ModelConfig:
         if has_only_experts(self.quantization):
             return form
         group_size = self.quantization.group_size
-        fp8 = activation_dtype == "fp8" and rounds_all(activation_dtype, self.quantization)
+        fp8 = activations.dtype == "fp8" and activations.cover(self.quantization)
         if fp8 and linear_forms(self.quantization) != {"fp8"}:
             group_size = None
         if fp8 or form.int4:
@@ -273,10 +284,11 @@ def _config_of(values: dict[str, Any], path: Path) -> ModelConfig:
         tie_embeddings=f.flag("tie_word_embeddings"),
         names=family.names,
         dtype=DTYPES[dtype],
-        quantization=None if quantization is None else read_format(*quantization),
+        quantization=read_format(*quantization) if quantization and quantizes_linears(quantization[0]) else None,
+        has_fp8_cache=quantization is not None and declares_fp8_cache(quantization[0]),
         num_classes=num_classes,
     )
-    if family.names.is_transposed and quantization is not None:
+    if family.names.is_transposed and found.quantization is not None:
         raise f.refuse("quantization_config", "null, because quantized weights of this family are not supported")
     if any(layer.is_gated and layer.activation not in GATED for layer in found.layers):
         raise f.refuse("hidden_act", f"{' or '.join(GATED)}, for a feed-forward with a gate")

@@ -20,6 +20,7 @@ from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import ExpertSpec, LayerSpec
 from pipeline.model.rotation import rotary_order
 from pipeline.weights.fp4 import Mxfp4Format, read_expert_blocks
+from pipeline.weights.fp8 import CACHE_SCALES
 from pipeline.weights.packed import DenseWeight, ExpertWeights, LinearWeight, concatenate, select_outputs
 from pipeline.weights.round_to_nearest import RoundToNearest
 from pipeline.weights.tensor_reader import FLOATS, StoredLinear
@@ -196,7 +197,7 @@ class WeightReader:
         self.widened: list[str] = []  # fused linears that are dense because their parts are quantized differently
         self.checkpoint = Checkpoint(
             folder,
-            unused=config.quantization.unused if config.quantization is not None else (),
+            unused=(*CACHE_SCALES, *(config.quantization.unused if config.quantization is not None else ())),
             device=device,
         )
         embedding = f"{config.names.embedding}.weight"

@@ -36,6 +36,7 @@ class AwqFormat:
     version: str = "gemm"
     bits: int = 4
     has_activations: bool = False
+    activations: str | None = None
     has_codes: bool = False
     unused: tuple[str, ...] = ()
 

@@ -12,8 +12,8 @@ inputs were ordered by activation.
 are divided by `weight_global_scale` (1,).
 weight = (q - zero) * scale. G is 1 for one scale per output; a scale for the whole weight is (1,).
 
-Only weights are quantized: activations of a checkpoint made for quantized activations are not rounded, which is closer
-to the original model.
+Scales of activations are ignored: 8-bit activations are rounded with scales of their own values
+(`kernels/activations/`), 4-bit ones not at all.
 """
 
 import re
@@ -41,7 +41,8 @@ STRATEGIES = ("tensor", "channel", "group", "block")
 class Scheme:
     """Storage of one group of linears. `group_size` None: one scale per output, or for the whole weight.
 
-    `targets` are module names, patterns ("re:...") or the class of all linears.
+    `activations`: their declared type, fp8, int8 or another. `targets` are module names, patterns ("re:...") or the
+    class of all linears.
     """
 
     format: str
@@ -49,7 +50,7 @@ class Scheme:
     symmetric: bool
     group_size: int | None
     block: tuple[int, int] | None
-    has_activations: bool
+    activations: str | None
     targets: "Modules"
 
     @property
@@ -91,7 +92,14 @@ class CompressedFormat:
 
     @property
     def has_activations(self) -> bool:
-        return any(scheme.has_activations for scheme in self.schemes)
+        return any(scheme.activations is not None for scheme in self.schemes)
+
+    @property
+    def activations(self) -> str | None:
+        for form in ("fp8", "int8"):
+            if {scheme.activations for scheme in self.schemes if scheme.form == form} == {form}:
+                return form
+        return None
 
     @property
     def has_codes(self) -> bool:
@@ -176,9 +184,16 @@ def _scheme(group: Fields, default_format: object) -> Scheme:
         weights.one_of("symmetric", (True, False), True),
         weights.group_size() if strategy in ("group", "tensor_group") else None,
         block_of(weights, "block_structure") if strategy == "block" else None,
-        inner.values.get("input_activations") is not None,
+        _activations(inner.section("input_activations")),
         _modules(inner, "targets"),
     )
+
+
+def _activations(options: Fields) -> str | None:
+    if not options.values:
+        return None
+    form = {"float": "fp", "int": "int"}.get(str(options.values.get("type")), "int")
+    return f"{form}{options.values.get('num_bits', 8)}"
 
 
 def _modules(options: Fields, name: str) -> Modules:

@@ -12,7 +12,7 @@ from pipeline.weights.fp4 import Mxfp4Format
 from pipeline.weights.fp8 import Fp8Format
 from pipeline.weights.gptq import GptqFormat
 from pipeline.weights.modelopt import ModelOptFormat
-from pipeline.weights.packed import LinearWeight
+from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 from pipeline.weights.round_to_nearest import RoundToNearest
 from pipeline.weights.tensor_reader import StoredLinear
 
@@ -24,8 +24,9 @@ class QuantFormat(Protocol):
     """Quantization of a model's linears: a description (`str`) and a reader.
 
     bits: of a weight. group_size: inputs that share a scale; None: all of an output's. If linears differ, these are the
-    most bits and the smallest group. has_activations: the checkpoint is made for quantized activations. has_codes: some
-    linears are 4-bit codes, not integers. unused: suffixes of tensor names that do not concern weights.
+    most bits and the smallest group. has_activations: the checkpoint is made for quantized activations. activations:
+    their type, fp8 or int8, if it is that of weights, all of which declare it. has_codes: some linears are 4-bit codes,
+    not integers. unused: suffixes of tensor names that do not concern weights.
     """
 
     @property
@@ -34,6 +35,8 @@ class QuantFormat(Protocol):
     def group_size(self) -> int | None: ...
     @property
     def has_activations(self) -> bool: ...
+    @property
+    def activations(self) -> str | None: ...
     @property
     def has_codes(self) -> bool: ...
     @property
@@ -87,10 +90,23 @@ def linear_forms(quantization: QuantFormat | None) -> set[str]:
             return {scheme.form for scheme in quantization.schemes}
         case GptqFormat():
             return {f"int{each.bits}" for each in (quantization, *quantization.overrides)}
-        case Fp8Format() | ModelOptFormat(has_codes=False):
+        case Fp8Format() | ModelOptFormat(has_codes=False) | RoundToNearest(method="fp8"):
             return {"fp8"}
         case _:
             return {"codes" if quantization.has_codes else f"int{quantization.bits}"}
+
+
+def form_of(weight: LinearWeight) -> str | None:
+    """Return the form of a weight as in `linear_forms`; None if it is not quantized."""
+    match weight:
+        case DenseWeight():
+            return None
+        case Fp8Weight():
+            return "fp8"
+        case CodebookWeight():
+            return "codes"
+        case GroupIntWeight():
+            return f"int{weight.bits}"
 
 
 def has_small_blocks(quantization: QuantFormat | None, num_inputs: int) -> bool:
@@ -109,7 +125,7 @@ def bytes_on_gpu(quantization: QuantFormat | None, inputs: Iterable[int] = ()) -
             return 2.0
         case _ if "int8" in linear_forms(quantization) or has_small_blocks(quantization, BLOCK):
             return 2.0
-        case RoundToNearest():
+        case RoundToNearest(method="int4-rtn"):
             padded = max((-(-num_inputs // CHUNK) * CHUNK / num_inputs for num_inputs in inputs), default=1.0)
             return padded * (0.5 + int4_group_bytes(quantization) / gcd(BLOCK, *inputs))
         case _:
@@ -120,6 +136,26 @@ def int4_group_bytes(quantization: QuantFormat) -> int:
     """Return the bytes of the scale and zero point of a group of 4-bit integers on a GPU: 16 bits each, which hold a
     checkpoint's scales, but not exactly those that are made on load."""
     return 8 if isinstance(quantization, RoundToNearest) else 4
+
+
+def declares_fp8_cache(config: dict[str, Any]) -> bool:
+    """Return whether a `quantization_config` declares a KV cache in fp8: as `kv_cache_scheme` (compressed-tensors,
+    Model Optimizer) or `kv_cache_quant_algo` (Model Optimizer's hf_quant_config.json)."""
+    options = _options(config)
+    scheme = options.get("kv_cache_scheme")
+    is_fp8 = isinstance(scheme, dict) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
+    return is_fp8 or options.get("kv_cache_quant_algo") == "FP8"
+
+
+def quantizes_linears(config: dict[str, Any]) -> bool:
+    """Return whether a `quantization_config` describes weights: some declare only a KV cache."""
+    options = _options(config)
+    return not declares_fp8_cache(config) or bool(options.get("config_groups") or options.get("quant_algo"))
+
+
+def _options(config: dict[str, Any]) -> dict[str, Any]:
+    inner = config.get("quantization")
+    return inner if isinstance(inner, dict) else config
 
 
 def read_format(config: dict[str, Any], path: Path) -> QuantFormat:

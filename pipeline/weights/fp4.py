@@ -28,6 +28,7 @@ class Mxfp4Format:
     bits: int = 4
     group_size: int = MX_GROUP
     has_activations: bool = False
+    activations: str | None = None
     has_codes: bool = True
     unused: tuple[str, ...] = ()
 

@@ -3,8 +3,8 @@
 Layout: `weight` (N, K) float8_e4m3fn, and its scales in float32, float16, bfloat16 or float8_e8m0fnu: as
 `weight_scale_inv` (N/b, K/b), rounded up, for blocks of b x b (DeepSeek, transformers' `FineGrainedFP8Config`; named
 after the inverse of what the weight was divided by), or as `weight_scale`, () or (1,) for the whole weight, (N,) or
-(N, 1) for one per output. weight = value * scale. Scales of activations are ignored, because activations are not
-rounded.
+(N, 1) for one per output. weight = value * scale. Scales of activations (`activation_scheme: static`) are ignored:
+activations are rounded with scales of their own values (`kernels/activations/fp8.py`), which saturate no value.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
 SCALES = ("weight_scale_inv", "weight_scale")
 SCALE_TYPES = (*FLOATS, torch.float8_e8m0fnu)
-ACTIVATION_SCALES = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale")
+CACHE_SCALES = ("k_scale", "v_scale", "q_scale")
+"""Scales of a KV cache, which a checkpoint may have without quantized weights. Ours are made for each token."""
+ACTIVATION_SCALES = ("input_scale", "activation_scale")
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Fp8Format:
     block: tuple[int, int] | None
     bits: int = 8
     has_activations: bool = True
+    activations: str | None = "fp8"
     has_codes: bool = False
     unused: tuple[str, ...] = ACTIVATION_SCALES
 

@@ -47,6 +47,7 @@ class GptqFormat:
     checkpoint_format: str
     overrides: tuple[Override, ...] = ()
     has_activations: bool = False
+    activations: str | None = None
     has_codes: bool = False
     unused: tuple[str, ...] = ()
 

@@ -42,6 +42,10 @@ class ModelOptFormat:
     def has_activations(self) -> bool:
         return self.algorithm != "W4A16_NVFP4"
 
+    @property
+    def activations(self) -> str | None:
+        return None if self.has_codes else "fp8"
+
     @classmethod
     def from_config(cls, config: dict[str, Any], path: Path) -> "ModelOptFormat":
         """Read the options in `path`. Raises ModelError naming an unsupported field."""

@@ -3,9 +3,10 @@
 It needs no calibration, so no data and no time, but loses more than a checkpoint quantized with calibration. The output
 embedding (`lm_head`) is not quantized, as in other tools.
 
-int8: symmetric, q - 128 from -127 to 127, one scale per output. int4-rtn: q from 0 to 15 and a zero point, in groups of
-128 inputs. nf4: the 16 quantiles of a normal distribution in Dettmers et al., "QLoRA" (arXiv 2305.14314, appendix E),
-times the largest magnitude of a block of 64 inputs.
+fp8: float8_e4m3fn, one scale per output, the largest magnitude / 448. It declares activations in fp8, like vLLM's
+`quantization: fp8`. int8: symmetric, q - 128 from -127 to 127, one scale per output. int4-rtn: q from 0 to 15 and a
+zero point, in groups of 128 inputs. nf4: the 16 quantiles of a normal distribution in Dettmers et al., "QLoRA" (arXiv
+2305.14314, appendix E), times the largest magnitude of a block of 64 inputs.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from pipeline.errors import ModelError
-from pipeline.weights.packed import CodebookWeight, DenseWeight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 from pipeline.weights.tensor_reader import StoredLinear, groups_text
 
 NF4 = (
@@ -34,7 +35,14 @@ NF4 = (
     0.7229568362236023,
     1.0,
 )
-METHODS: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4-rtn": (4, 128), "nf4": (4, 64)}
+LARGEST = 448.0  # of float8_e4m3fn
+SMALLEST_MAGNITUDE = 2.0**-80  # keeps quotients out of the subnormal range
+METHODS: dict[str, tuple[int, int | None]] = {
+    "fp8": (8, None),
+    "int8": (8, None),
+    "int4-rtn": (4, 128),
+    "nf4": (4, 64),
+}
 """Bits and inputs per scale, if the number of inputs is a multiple; None: all inputs of an output."""
 
 
@@ -43,8 +51,15 @@ class RoundToNearest:
     """Quantization at load by one of METHODS."""
 
     method: str
-    has_activations: bool = False
     unused: tuple[str, ...] = ()
+
+    @property
+    def has_activations(self) -> bool:
+        return self.activations is not None
+
+    @property
+    def activations(self) -> str | None:
+        return "fp8" if self.method == "fp8" else None
 
     @property
     def has_codes(self) -> bool:
@@ -73,7 +88,16 @@ class RoundToNearest:
         weight_NK = dense.weight_NK.to(torch.float32).contiguous()
         if not bool(torch.isfinite(weight_NK).all()):
             raise ModelError(f"{name}: contains infinities or NaN")
-        return {"int8": int8, "int4-rtn": int4, "nf4": nf4}[self.method](weight_NK, dense.bias_N)
+        return {"fp8": fp8, "int8": int8, "int4-rtn": int4, "nf4": nf4}[self.method](weight_NK, dense.bias_N)
+
+
+def fp8(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Fp8Weight:
+    """Round each weight (N, K) in float32 to the nearest float8_e4m3fn times its output's scale, ties to even.
+    Magnitudes below SMALLEST_MAGNITUDE count as that."""
+    largest_N1 = torch.linalg.vector_norm(weight_NK, float("inf"), dim=1, keepdim=True)
+    # Divide by a tensor: see `kernels/activations/fp8.py`.
+    scale_N1 = largest_N1.clamp_min(SMALLEST_MAGNITUDE) / torch.full_like(largest_N1, LARGEST)
+    return Fp8Weight((weight_NK / scale_N1).to(torch.float8_e4m3fn), scale_N1, (1, weight_NK.shape[1]), bias_N)
 
 
 def int8(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> GroupIntWeight:

@@ -13,6 +13,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.startup import memory
 from pipeline.engine.startup.memory import layer_bytes_on_gpu, weight_bytes
+from pipeline.kernels.activations.act_quant import NOT_ROUNDED, Activations
 from pipeline.kernels.cpu.linear.linear_int8 import has_vnni
 from pipeline.kernels.cpu.tiles.int8_tile import forms_here
 from pipeline.model.config import read_config
@@ -24,6 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
     pytest.mark.skipif(DEVICE.type == "cuda", reason="the engine runs on the CPU here, and the kernels on the GPU"),
 ]
+FP8, INT8 = (Activations.for_all_weights(dtype) for dtype in ("fp8", "int8"))
 ONE_BY_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 7}
 SERVED: list[tuple[str, str, dict[str, int]]] = [
     ("fp8", "triton", {}),
@@ -98,20 +100,20 @@ def test_memory_is_planned_with_a_byte_a_weight(int4_folder: Path, monkeypatch: 
     config = read_config(int4_folder)
     gpu, linears = torch.device("cuda"), config.num_linear_parameters()
     rest = 2 * (config.num_parameters() - linears)
-    planned = weight_bytes(config, gpu, torch.bfloat16, activation_dtype="fp8")
+    planned = weight_bytes(config, gpu, torch.bfloat16, activations=FP8)
     assert planned == pytest.approx(rest + linears, abs=1)
     assert planned < weight_bytes(config, gpu, torch.bfloat16)
     int4, int8 = ({"num_bits": bits, "type": "int", "strategy": "channel"} for bits in (4, 8))
     groups = {"a": {"targets": ["re:.*attn"], "weights": int4}, "b": {"targets": ["Linear"], "weights": int8}}
     options = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups}
     mixed = replace(config, quantization=read_format(options, int4_folder))
-    for activations, per_weight in (("auto", 2), ("fp8", 1)):
-        bytes_on_gpu = weight_bytes(mixed, gpu, torch.bfloat16, activation_dtype=activations)
+    for activations, per_weight in ((NOT_ROUNDED, 2), (FP8, 1)):
+        bytes_on_gpu = weight_bytes(mixed, gpu, torch.bfloat16, activations=activations)
         assert bytes_on_gpu == rest + per_weight * linears
         assert layer_bytes_on_gpu(mixed, torch.bfloat16, activations) == [per_weight * linears // 2] * 2
     cpu, embeddings = torch.device("cpu"), 2 * config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
     for alone, per_weight in ((False, 2 + 0.5 + 8 / 64), (True, 0.5 + 3 / 64)):  # with a dense form too, or without
         monkeypatch.setattr(memory, "supports_int4_alone", lambda dtype, alone=alone: alone)
-        for activations, expected in (("int8", 0.5 + 8 / 64), ("fp8", 1), ("auto", per_weight)):
-            planned = weight_bytes(config, cpu, torch.bfloat16, activation_dtype=activations)
+        for activations, expected in ((INT8, 0.5 + 8 / 64), (FP8, 1), (NOT_ROUNDED, per_weight)):
+            planned = weight_bytes(config, cpu, torch.bfloat16, activations=activations)
             assert planned == pytest.approx(embeddings + linears * expected, abs=1)

@@ -262,7 +262,7 @@ def test_time_is_split_exactly_and_the_warm_up_is_not_counted(folder: Path) -> N
         ({"dtype": "int8"}, "dtype"),
         ({"speculation": {"method": "draft_model"}}, "speculation.model: required by method draft_model"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype"),
-        ({"activation_dtype": "fp16"}, "expected auto, fp8, int8"),
+        ({"activation_dtype": "fp16"}, "expected auto, none, fp8, int8"),
         ({"activation_dtype": "fp8"}, "not supported by 16- or 32-bit weights"),
         ({"activation_dtype": "int8", "quantization": "nf4"}, "not supported by .*nf4"),
         ({"activation_dtype": "int8", "quantization": "int4-rtn", "deterministic": True}, "remove one of the two"),

@@ -24,6 +24,7 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.startup.build import _max_mixed_tokens
 from pipeline.engine.startup.mixed_tokens import host_bound_tokens, max_mixed_tokens
 from pipeline.engine.startup.resolve import resolve
+from pipeline.kernels.activations.act_quant import Activations
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.launch import Launch
 from pipeline.kernels.triton.linear.crossover import crossover_of
@@ -161,7 +162,7 @@ def test_an_engine_reads_the_properties_of_its_card(folder: Path, monkeypatch: p
         == expected // 2
     )
     awq = replace(read_config(folder), quantization=AwqFormat(128, True, "gemm"))
-    rounded = replace(resolved, activation_dtype="fp8")
+    rounded = replace(resolved, activations=Activations.for_all_weights("fp8"))
     assert max_mixed_tokens(awq, rounded, h100) > 0
     assert max_mixed_tokens(awq, rounded, a100) == 0, "it has no such products; the reference computes them uncaptured"
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])

@@ -30,7 +30,7 @@ from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import resolve
-from pipeline.kernels.activations.act_quant import with_act_quant
+from pipeline.kernels.activations.act_quant import Activations, with_act_quant
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder
@@ -133,7 +133,7 @@ def prompts_of(count: int, vocab_size: int, longest: int = LONGEST - OUTPUT - SH
 def reference_runner(folder: Path, device: torch.device, activation_dtype: str = "auto") -> ModelRunner:
     kernels, config = reference_kernels(torch.float32, device), read_config(folder)
     if activation_dtype != "auto":
-        kernels = with_act_quant(kernels, activation_dtype, device)
+        kernels = with_act_quant(kernels, Activations.for_all_weights(activation_dtype), device)
     decoder = Decoder(folder, config, kernels, torch.float32, device)
     return LoadedModel(config, decoder, kernels, decoder.dtype).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
 

@@ -135,7 +135,7 @@ def test_4_bit_weights(adapter: str) -> None:
         return triton_kernels(torch.float32, CPU, scratch=DequantBuffer(torch.float32, CPU))
 
     host_bytes = check_same_logits(demo_model("target-awq"), kernels, [0, 1, 3], adapter)
-    expected = layer_bytes_on_gpu(read_config(demo_model("target-awq")), torch.float32, "auto")
+    expected = layer_bytes_on_gpu(read_config(demo_model("target-awq")), torch.float32)
     assert host_bytes == pytest.approx(3 * expected[0], rel=0.05)  # and none of the shared workspace
 
 

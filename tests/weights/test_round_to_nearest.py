@@ -11,9 +11,10 @@ from safetensors.torch import load_file, save_file
 from pipeline.engine.startup.resolve import quantized_on_load
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import read_config
-from pipeline.weights.packed import CodebookWeight, DenseWeight, GroupIntWeight
+from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight
 from pipeline.weights.round_to_nearest import METHODS, NF4, RoundToNearest
 from pipeline.weights.tensor_reader import StoredLinear
+from tests.kernels.activations.test_fp8 import nearest
 from tests.model_folders import Named, write_tokenizer
 from tests.weights.packers import write_pair
 
@@ -22,7 +23,7 @@ def rounded_rows(weight: np.ndarray, method: str) -> np.ndarray:
     """Round a weight (N, K) with `method`, a group at a time."""
     out = np.empty_like(weight)
     n, k = weight.shape
-    size = {"int8": k, "int4-rtn": next(g for g in (128, 64, 32, k) if k % g == 0)}.get(
+    size = {"fp8": k, "int8": k, "int4-rtn": next(g for g in (128, 64, 32, k) if k % g == 0)}.get(
         method, next(g for g in (64, 32, k) if k % g == 0)
     )
     for row in range(n):
@@ -32,6 +33,9 @@ def rounded_rows(weight: np.ndarray, method: str) -> np.ndarray:
                 scale = np.float32(np.abs(values).max()) / np.float32(127)
                 scale = scale if scale else np.float32(1)
                 made = np.rint(values / scale) * scale
+            elif method == "fp8":
+                scale = np.maximum(np.abs(values).max(), np.float32(2.0**-80)) / np.float32(448)
+                made = nearest(values / scale) * scale
             elif method == "int4-rtn":
                 low, high = min(values.min(), np.float32(0)), max(values.max(), np.float32(0))
                 scale = np.float32(high - low) / np.float32(15)
@@ -71,11 +75,11 @@ def test_each_weight_goes_to_the_nearest_value(method: str, inputs: int) -> None
     made = RoundToNearest(method).read_linear(
         StoredLinear("a.q_proj", (12, inputs), Named({"a.q_proj.weight": weight_NK}))
     )
-    assert isinstance(made, CodebookWeight if method == "nf4" else GroupIntWeight)
+    assert isinstance(made, {"fp8": Fp8Weight, "nf4": CodebookWeight}.get(method, GroupIntWeight))
     assert torch.equal(made.dequantize(torch.float32), torch.from_numpy(rounded_rows(weight_NK.numpy(), method)))
     assert torch.equal(made.dequantize(torch.float32)[3], torch.zeros(inputs))
     error = (made.dequantize(torch.float32) - weight_NK).abs() / weight_NK.abs().amax(1, keepdim=True).clamp_min(1e-9)
-    assert float(error.max()) < {"int8": 0.5 / 127 + 1e-6, "int4-rtn": 1.01 / 15, "nf4": 0.16}[method]
+    assert float(error.max()) < {"fp8": 1 / 16, "int8": 0.5 / 127 + 1e-6, "int4-rtn": 1.01 / 15, "nf4": 0.16}[method]
 
 
 def test_the_output_embedding_stays_and_what_is_no_number_is_refused() -> None:
@@ -94,7 +98,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"model\.quantization = 'int8': .*already \(GPTQ int4, groups of 32\)"):
         quantized_on_load(read_config(quantized), "int8")
-    with pytest.raises(ConfigError, match="expected none, int8, int4-rtn, nf4"):
+    with pytest.raises(ConfigError, match="expected none, fp8, int8, int4-rtn, nf4"):
         quantized_on_load(read_config(plain), "int3")
     config = read_config(plain)
     assert quantized_on_load(config, "none") is config

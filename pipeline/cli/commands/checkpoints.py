@@ -88,11 +88,11 @@ def _texts_of(flag: str, used_for: str) -> Callable[[Callable[..., Any]], Callab
 @click.argument("models", metavar="[MODEL]...", nargs=-1)
 @click.option("--against", metavar="MODEL", help="Reference model for all comparisons.")
 @_texts_of("--data", "read")
-@click.option("--quantization", "kinds", multiple=True, type=click.Choice(["int8", "int4-rtn", "nf4"]),
+@click.option("--quantization", "kinds", multiple=True, type=click.Choice(["fp8", "int8", "int4-rtn", "nf4"]),
               help="Also measure the reference quantized on load. May be repeated.")  # fmt: skip
-@click.option("--activation-dtype", type=click.Choice(["auto", "fp8", "int8"]),
+@click.option("--activation-dtype", type=click.Choice(["auto", "none", "fp8", "int8"]),
               help="Activation type of the models, not of the reference; default: the job's, or auto.")  # fmt: skip
-@click.option("--kv-cache-dtype", type=click.Choice(["auto", "fp8"]),
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "none", "fp8"]),
               help="The reference with this KV cache, too.")  # fmt: skip
 @click.option("--expected", metavar="COLUMN", help="A column with the right answers, to count the outputs equal to it.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Only the first N rows.")

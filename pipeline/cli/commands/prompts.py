@@ -25,7 +25,7 @@ _GENERATE_FLAGS: tuple[tuple[str, str, Any, str], ...] = (
     (
         "--quantization",
         "model.quantization",
-        click.Choice(["none", "int8", "int4-rtn", "nf4"]),
+        click.Choice(["none", "fp8", "int8", "int4-rtn", "nf4"]),
         "Quantize a 16-bit model while loading it.",
     ),
     ("--device", "engine.device", str, "Device: auto, cpu, cuda or cuda:N."),

@@ -64,16 +64,18 @@ class EngineSection(ConfigSection):
         "copies them to the GPU while other layers compute.",
         examples=[8],
     )
-    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+    kv_cache_dtype: Literal["auto", "none", "fp8"] = Field(
         default="auto",
-        description="fp8 stores keys and values in 8 bits, in about half the memory of 16 bit. Can change tokens.",
+        description="fp8 stores keys and values in 8 bits, in about half the memory of 16 bit. Can change tokens. auto "
+        "is fp8 if the checkpoint declares it; none is engine.dtype.",
         examples=["fp8"],
         json_schema_extra=NUMERICS,
     )
-    activation_dtype: Literal["auto", "fp8", "int8"] = Field(
+    activation_dtype: Literal["auto", "none", "fp8", "int8"] = Field(
         default="auto",
         description="Quantize the inputs of quantized linears for speed: int8 on CPUs, fp8 on GPUs. fp8 also rounds "
-        "weights that are not stored in fp8. Can change tokens.",
+        "weights that are not stored in fp8. Can change tokens. auto is what the checkpoint declares, where the device "
+        "multiplies it; none is engine.dtype.",
         examples=["int8"],
         json_schema_extra=NUMERICS,
     )

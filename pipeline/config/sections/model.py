@@ -18,7 +18,7 @@ class ModelSection(ConfigSection):
         description="Checkpoint: a folder, an fsspec url, a Hugging Face id, or an embedded one: demo:target-awq.",
         examples=["Qwen/Qwen3-4B", "models/Llama-3.1-8B-Instruct"],
     )
-    quantization: Literal["none", "int8", "int4-rtn", "nf4"] = Field(
+    quantization: Literal["none", "fp8", "int8", "int4-rtn", "nf4"] = Field(
         default="none",
         description="Quantize the linears of a 16- or 32-bit checkpoint on load; not for quantized checkpoints.",
         examples=["int8"],

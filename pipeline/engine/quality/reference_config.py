@@ -26,8 +26,8 @@ def reference_config(served: EngineConfig, model: str, generates: bool) -> Refer
         served,
         model=model,
         quantization="none",
-        kv_cache_dtype="auto",
-        activation_dtype="auto",
+        kv_cache_dtype="none",
+        activation_dtype="none",
         speculation="off",
         max_num_seqs=MAX_NUM_SEQS,
         max_num_batched_tokens=STEP_TOKENS,
@@ -45,4 +45,4 @@ def is_unconstrained_greedy(params: SamplingParams) -> bool:
 def approximates(served: EngineConfig) -> bool:
     """Return whether the engine computes a checkpoint differently from `reference_config` of the same folder."""
     changes = served.kv_cache_dtype, served.activation_dtype
-    return served.quantization != "none" or any(change != "auto" for change in changes)
+    return served.quantization != "none" or any(change not in ("auto", "none") for change in changes)

@@ -74,6 +74,7 @@ def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
         "device": str(resolved.device),
         **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
         "dtype": str(resolved.dtype).removeprefix("torch."),
+        "activation_dtype": resolved.activations.dtype,
         "kv_cache_dtype": str(resolved.kv_dtype).removeprefix("torch."),
         "max_model_len": loaded.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,

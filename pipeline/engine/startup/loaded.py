@@ -20,7 +20,7 @@ from pipeline.engine.startup.memory import cache_before_dense, dense_weights_fit
 from pipeline.engine.startup.resolve import Resolved
 from pipeline.errors import ModelError
 from pipeline.formatting import shown_bytes
-from pipeline.kernels.activations.act_quant import ActQuantLinears, with_act_quant
+from pipeline.kernels.activations.act_quant import NOT_ROUNDED, ActQuantLinears, with_act_quant
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.ranks import ONE_RANK, OneRank
 from pipeline.kernels.select import select_kernels
@@ -31,6 +31,7 @@ from pipeline.model.lora import Adapters, read_adapter
 from pipeline.model.offload import CudaCopies, LayerOffload
 from pipeline.model.sharding import Share
 from pipeline.tokenization.tokenizer import Tokenizer
+from pipeline.weights.formats import has_small_blocks
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class LoadedModel:
         )
         keeps_dense = bool(ranks.least(int(keeps_dense)))  # all ranks round alike
         kernels = select_kernels(resolved.device, resolved.dtype, resolved.kernels, keeps_dense, resolved.deterministic)
-        if resolved.activation_dtype != "auto":
-            kernels = with_act_quant(kernels, resolved.activation_dtype, resolved.device)
+        if resolved.activations != NOT_ROUNDED:
+            kernels = with_act_quant(kernels, resolved.activations, resolved.device)
         if ranks.size > 1:
             kernels = replace(kernels, fused_layer_loop=None)  # it computes whole layers
         config = config.for_length(resolved.max_model_len)
@@ -96,7 +97,7 @@ class LoadedModel:
                 "for it; use a draft model of the same family, or remove the key"
             )
         # Drafts need no exactness.
-        ordinary = replace(resolved, activation_dtype="auto", deterministic=False, offload=None)
+        ordinary = replace(resolved, activations=NOT_ROUNDED, deterministic=False, offload=None)
         return cls.load(folder, as_stored(read_config(folder), folder), ordinary, reserved_bytes=reserved_bytes)
 
     @property
@@ -118,10 +119,13 @@ class LoadedModel:
         if offload is not None:
             kind += f"; {offload.num_layers} of {self.config.num_layers} layers in host memory"
             kind += f" ({shown_bytes(offload.host_bytes)})"
+        shares = [each.experts.width for each in self.config.layers if each.experts and each.experts.is_share]
+        if shares and self.decoder.device.type != "cpu" and has_small_blocks(stored, shares[0]):
+            kind += "; down of experts dequantized, because the ranks' shares cut its blocks"
         if widened:
             kind += f"; {widened} fused linears of several formats dequantized"
         if isinstance(linears, ActQuantLinears):
-            kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activation_dtype}"
+            kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activations.dtype}"
         return kind
 
     def compile_kernels(

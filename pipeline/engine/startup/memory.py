@@ -10,7 +10,7 @@ import torch
 
 from pipeline.errors import ConfigError
 from pipeline.formatting import shown_bytes
-from pipeline.kernels.activations.act_quant import rounds_all
+from pipeline.kernels.activations.act_quant import NOT_ROUNDED, Activations
 from pipeline.kernels.select import supports_int4_alone
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.machine.cgroup import memory_limit
@@ -19,6 +19,7 @@ from pipeline.model.offload import STAGING_BUFFERS, spread_layers
 from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import DENSE_BYTES, Weights
 from pipeline.weights.formats import (
+    BLOCK,
     QuantFormat,
     has_only_experts,
     has_small_blocks,
@@ -29,7 +30,6 @@ from pipeline.weights.formats import (
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
 MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
-INT4_BLOCK = 128  # on a GPU, a scale and a zero point cover at most this many inputs of a 4-bit weight
 EXPECTED_TOKENS = 2048  # per sequence: a cache for them takes precedence over 16-bit copies of 4-bit weights
 ENOUGH_TOKENS = 128 << 10  # of all sequences: above this, copies gain more than cache, by the cost model
 SLACK_BYTES = 512 << 20  # on a GPU, for library workspaces and allocator fragmentation
@@ -56,36 +56,36 @@ def weight_bytes(
     device: torch.device,
     dtype: torch.dtype,
     keeps_dense: bool = True,
-    activation_dtype: str = "auto",
+    activations: Activations = NOT_ROUNDED,
 ) -> int:
     """Return the approximate size of linears and embeddings once loaded; norms and biases are left out.
 
-    keeps_dense: for 4-bit weights on a GPU, see `dense_weights_fit`. activation_dtype: if all quantized linears support
-    these activations, they take the form for them; fp8 takes a byte per weight, and a float32 scale per block if the
-    checkpoint has blocks.
-    If some do not, all are counted as if none did.
+    keeps_dense: for 4-bit and fp8 weights on a GPU, see `dense_weights_fit`. activations: if they are rounded for all
+    quantized linears, these take the form for that: for fp8 a byte per weight, and a float32 scale per block if the
+    checkpoint has blocks. If not for all, weights are counted as if for none.
     """
     experts = config.size.expert_parameters
     linears = config.num_linear_parameters() - experts
     if device.type != "cpu":
         embeddings = (config.num_parameters() - linears - experts) * dtype.itemsize
-        packed, expert_bytes = _bytes_per_parameter(config, dtype, keeps_dense, activation_dtype)
+        packed, expert_bytes = _bytes_per_parameter(config, dtype, keeps_dense, activations)
         return embeddings + int(linears * packed) + int(experts * expert_bytes)
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
     embeddings = 2 * config.vocab_size * config.hidden_size * width  # a lookup table and a linear, tied or not
     if config.quantization is None:
         return config.num_linear_parameters() * width + embeddings
     bits, group_size = config.quantization.bits, config.quantization.group_size
-    per_group = 4 if config.quantization.has_codes else 8  # a float32 scale, and a zero point unless they are codes
+    is_float = config.quantization.has_codes or linear_forms(config.quantization) == {"fp8"}
+    per_group = 4 if is_float else 8  # a float32 scale, and a zero point of integers
     packed = bits / 8 + (per_group / group_size if group_size is not None else 0)
     # Quantized activations use the float32 form.
-    if (fp8_bytes := _fp8_bytes(config.quantization, activation_dtype)) is not None:
+    if (fp8_bytes := _fp8_bytes(config.quantization, activations)) is not None:
         packed = fp8_bytes
-    elif dtype != torch.float32 and not rounds_all(activation_dtype, config.quantization):
-        # The dense form for many tokens; formats other than 4-bit integers use it for few tokens too.
+    elif dtype != torch.float32 and not activations.cover(config.quantization):
+        # The dense form for many tokens; formats other than fp8 and 4-bit integers use it for few tokens too.
         if is_int4(config.quantization) and supports_int4_alone(dtype):
             packed = 0.5 + (3 / group_size if group_size is not None else 0)  # a float16 scale and a byte
-        else:
+        elif linear_forms(config.quantization) != {"fp8"}:
             packed = dtype.itemsize + (packed if is_int4(config.quantization) else 0)
     if has_only_experts(config.quantization):
         return int(experts * packed) + linears * width + embeddings
@@ -121,9 +121,9 @@ def offload_plan(layer_bytes: Sequence[int], cpu_offload_gb: float) -> OffloadPl
     return OffloadPlan(layers, sum(layer_bytes[index] for index in layers), staging_bytes)
 
 
-def layer_bytes_on_gpu(config: ModelConfig, dtype: torch.dtype, activation_dtype: str) -> list[int]:
-    """Return the approximate size of each layer's linears and experts, without 16-bit copies of 4-bit weights."""
-    linear_bytes, expert_bytes = _bytes_per_parameter(config, dtype, False, activation_dtype)
+def layer_bytes_on_gpu(config: ModelConfig, dtype: torch.dtype, activations: Activations = NOT_ROUNDED) -> list[int]:
+    """Return the approximate size of each layer's linears and experts, without 16-bit copies of packed weights."""
+    linear_bytes, expert_bytes = _bytes_per_parameter(config, dtype, False, activations)
 
     def num_parameters(linears: dict[str, StoredParts]) -> int:
         return sum(rows * inputs for parts in linears.values() for _, rows, inputs in parts)
@@ -138,7 +138,7 @@ def layer_bytes_on_gpu(config: ModelConfig, dtype: torch.dtype, activation_dtype
 
 
 def _bytes_per_parameter(
-    config: ModelConfig, dtype: torch.dtype, keeps_dense: bool, activation_dtype: str
+    config: ModelConfig, dtype: torch.dtype, keeps_dense: bool, activations: Activations
 ) -> tuple[float, float]:
     """Return the bytes per parameter of linears and of experts on a GPU."""
     form = None if has_only_experts(config.quantization) else config.quantization
@@ -147,23 +147,26 @@ def _bytes_per_parameter(
     cut = [(each.experts.width, each.is_gated) for each in config.layers if each.experts and each.experts.is_share]
     if cut and has_small_blocks(config.quantization, cut[0][0]):  # down is widened; the inputs of gate and up are whole
         expert_bytes += (dtype.itemsize - expert_bytes) / (2 + cut[0][1])
-    return _linear_bytes_on_gpu(form, dtype, keeps_dense, activation_dtype), expert_bytes
+    return _linear_bytes_on_gpu(form, dtype, keeps_dense, activations), expert_bytes
 
 
 def _linear_bytes_on_gpu(
-    quantization: QuantFormat | None, dtype: torch.dtype, keeps_dense: bool, activation_dtype: str
+    quantization: QuantFormat | None, dtype: torch.dtype, keeps_dense: bool, activations: Activations
 ) -> float:
-    if (fp8_bytes := _fp8_bytes(quantization, activation_dtype)) is not None:
+    if (fp8_bytes := _fp8_bytes(quantization, activations)) is not None:
         return fp8_bytes
+    copies = dtype.itemsize if keeps_dense else 0
+    if linear_forms(quantization) == {"fp8"} and not has_small_blocks(quantization, BLOCK):
+        return 1 + 4 / BLOCK + copies
     if quantization is None or not is_int4(quantization):
         return dtype.itemsize
-    group_size = min(quantization.group_size or MIN_GROUP_SIZE, INT4_BLOCK)
-    return 0.5 + int4_group_bytes(quantization) / group_size + (dtype.itemsize if keeps_dense else 0)
+    group_size = min(quantization.group_size or MIN_GROUP_SIZE, BLOCK)
+    return 0.5 + int4_group_bytes(quantization) / group_size + copies
 
 
-def _fp8_bytes(quantization: QuantFormat | None, activation_dtype: str) -> float | None:
+def _fp8_bytes(quantization: QuantFormat | None, activations: Activations) -> float | None:
     """Return the bytes per parameter of linears for fp8 activations; None if not all linears have that form."""
-    if quantization is None or activation_dtype != "fp8" or not rounds_all(activation_dtype, quantization):
+    if quantization is None or activations.dtype != "fp8" or not activations.cover(quantization):
         return None
     group_size = quantization.group_size if linear_forms(quantization) == {"fp8"} else None
     return 1 + (4 / group_size if group_size is not None else 0)
@@ -205,11 +208,11 @@ def dense_weights_fit(
     return weights + kv_tokens * config.kv_bytes_per_token(kv_dtype) + SLACK_BYTES <= budget_bytes
 
 
-def weights_of_steps(config: ModelConfig, card: Card, activation_dtype: str, keeps_dense: bool) -> Weights:
+def weights_of_steps(config: ModelConfig, card: Card, activations: Activations, keeps_dense: bool) -> Weights:
     """Return the form of the weights for the cost model of steps. keeps_dense: see `dense_weights_fit`."""
     crossover = crossover_of(card.compute_capability)
     return replace(
-        config.weights_on_card(activation_dtype),
+        config.weights_on_card(activations),
         cached=keeps_dense,
         fused_tokens=crossover.cached if keeps_dense else crossover.scratch,
     )

@@ -32,7 +32,7 @@ def max_mixed_tokens(model: ModelConfig, resolved: Resolved, card: Card | None) 
         int(card.memory_bytes * resolved.gpu_memory_utilization),
         cache_before_dense(resolved.max_num_seqs, resolved.max_model_len),
     )
-    weights = weights_of_steps(model, card, resolved.activation_dtype, keeps_dense)
+    weights = weights_of_steps(model, card, resolved.activations, keeps_dense)
     if weights.fp8 and card.fp8_flops is None:
         return 0
     return host_bound_tokens(model.size, weights, Ceilings.of_card(card, MEASURED), resolved.max_num_batched_tokens)

@@ -17,16 +17,21 @@ from pipeline.engine.startup.memory import (
 )
 from pipeline.errors import ConfigError
 from pipeline.formatting import shown_bytes
-from pipeline.kernels.activations.act_quant import ACT_QUANT_SCHEMES
+from pipeline.kernels.activations.act_quant import (
+    ACT_QUANT_SCHEMES,
+    NOT_ROUNDED,
+    Activations,
+    resolve_activations,
+)
 from pipeline.kernels.cache import FP8
-from pipeline.kernels.select import default_dtype
+from pipeline.kernels.select import default_dtype, native_activations
 from pipeline.machine.device import find_device
 from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import DTYPES, ModelConfig
-from pipeline.weights.formats import QuantFormat
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "none", "fp8")
+ACTIVATION_DTYPES = ("auto", "none", *ACT_QUANT_SCHEMES)
 
 
 @dataclass(frozen=True)
@@ -44,7 +49,7 @@ class Resolved:
     block_size: int
     gpu_memory_utilization: float
     speculation: SpeculationConfig  # of method off, lookup or draft_model
-    activation_dtype: str = "auto"  # of the target, not of its draft model
+    activations: Activations = NOT_ROUNDED  # of the target, not of its draft model
     offload: OffloadPlan | None = None  # of the target's layers
 
     @property
@@ -64,9 +69,9 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     _check_supported(config)
     device = find_device(config.device)
     dtype = _dtype(config.dtype, device, model)
-    activation_dtype = _activation_dtype(config, model)
-    offload = _offload(config, model, device, dtype)
-    limits = _default_limits(config, model, device, dtype, offload)
+    activations = _activations(config, model, device)
+    offload = _offload(config, layer_bytes_on_gpu(model, dtype, activations), device)
+    limits = _default_limits(model, device, dtype, activations, offload)
     max_num_seqs = _positive("max_num_seqs", config.max_num_seqs, limits.max_num_seqs)
     batched = _positive("max_num_batched_tokens", config.max_num_batched_tokens, limits.max_num_batched_tokens)
     if config.max_num_seqs is None:
@@ -86,7 +91,7 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
     return Resolved(
         device=device,
         dtype=dtype,
-        kv_dtype=FP8 if config.kv_cache_dtype == "fp8" else dtype,
+        kv_dtype=resolve_kv_dtype(config.kv_cache_dtype, model, dtype),
         kernels=config.kernels,
         deterministic=config.deterministic,
         max_model_len=max_model_len,
@@ -95,16 +100,16 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         block_size=_positive("block_size", config.block_size, BLOCK_SIZES[device.type]),
         gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config.speculation_config),
-        activation_dtype=activation_dtype,
+        activations=activations,
         offload=offload,
     )
 
 
-def _offload(config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> OffloadPlan | None:
+def _offload(config: EngineConfig, layer_bytes: list[int], device: torch.device) -> OffloadPlan | None:
     gb = config.cpu_offload_gb
     if gb and device.type == "cpu":
         raise ConfigError(f"engine.cpu_offload_gb = {gb}: needs a GPU, and the engine runs on a CPU; remove the key")
-    plan = offload_plan(layer_bytes_on_gpu(model, dtype, config.activation_dtype), gb)
+    plan = offload_plan(layer_bytes, gb)
     if plan is None:
         return None
     host_bytes, free = config.tensor_parallel_size * plan.host_bytes, free_cpu_bytes()
@@ -117,12 +122,12 @@ def _offload(config: EngineConfig, model: ModelConfig, device: torch.device, dty
 
 
 def _default_limits(
-    config: EngineConfig, model: ModelConfig, device: torch.device, dtype: torch.dtype, offload: OffloadPlan | None
+    model: ModelConfig, device: torch.device, dtype: torch.dtype, activations: Activations, offload: OffloadPlan | None
 ) -> BatchLimits:
     if device.type != "cuda":
         return CPU_LIMITS
     properties = torch.cuda.get_device_properties(device)
-    weights = weight_bytes(model, device, dtype, keeps_dense=False, activation_dtype=config.activation_dtype)
+    weights = weight_bytes(model, device, dtype, keeps_dense=False, activations=activations)
     weights -= 0 if offload is None else offload.freed_bytes
     return gpu_limits(properties.total_memory, (properties.major, properties.minor), weights)
 
@@ -167,30 +172,23 @@ def _speculation(requested: SpeculationConfig) -> SpeculationConfig:
     return requested
 
 
-def _activation_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    if config.activation_dtype not in ("auto", *ACT_QUANT_SCHEMES):
+def _activations(config: EngineConfig, model: ModelConfig, device: torch.device) -> Activations:
+    requested = config.activation_dtype
+    if requested not in ACTIVATION_DTYPES:
+        raise ConfigError(f"engine.activation_dtype = {requested!r}: expected {', '.join(ACTIVATION_DTYPES)}")
+    native = native_activations(device, config.kernels)
+    activations = resolve_activations(requested, model.quantization, native, config.deterministic)
+    if activations != NOT_ROUNDED and config.deterministic:
         raise ConfigError(
-            f"engine.activation_dtype = {config.activation_dtype!r}: expected auto, {', '.join(ACT_QUANT_SCHEMES)}"
+            f"engine.deterministic: cannot be combined with engine.activation_dtype = {requested!r}, whose linears are "
+            "not all known to be batch-invariant; remove one of the two"
         )
-    check_activations(config.activation_dtype, model.quantization)
-    if config.activation_dtype != "auto" and config.deterministic:
-        raise ConfigError(
-            f"engine.deterministic: cannot be combined with engine.activation_dtype = {config.activation_dtype!r}, "
-            "whose linears are not all known to be batch-invariant; remove one of the two"
-        )
-    return config.activation_dtype
+    return activations
 
 
-def check_activations(activation_dtype: str, quantization: QuantFormat | None) -> None:
-    """Raise ConfigError if no linear in this format supports activations of that type."""
-    if activation_dtype == "auto" or ACT_QUANT_SCHEMES[activation_dtype].supports(quantization):
-        return
-    weights = "16- or 32-bit weights" if quantization is None else f"the model's weights ({quantization})"
-    raise ConfigError(
-        f"engine.activation_dtype = {activation_dtype!r}: not supported by {weights}. Use an {activation_dtype} "
-        "checkpoint or one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` "
-        "makes them), quantize a 16-bit one on load with model.quantization: int4-rtn, or leave the key at auto"
-    )
+def resolve_kv_dtype(requested: str, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the KV cache for `engine.kv_cache_dtype`: "auto" is fp8 if the checkpoint declares it."""
+    return FP8 if requested == "fp8" or (requested == "auto" and model.has_fp8_cache) else dtype
 
 
 def _check_supported(config: EngineConfig) -> None:

@@ -3,7 +3,7 @@
 `fp8.py` and `int8.py` define the rounding and which weights they support exactly.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,7 +12,7 @@ from pipeline.errors import ConfigError
 from pipeline.kernels.activations import fp8, int8
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.linears import Linear, RoundedLinears
-from pipeline.weights.formats import QuantFormat, linear_forms
+from pipeline.weights.formats import QuantFormat, form_of, linear_forms
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 
@@ -52,11 +52,52 @@ ACT_QUANT_SCHEMES = {
 """Keys are values of `engine.activation_dtype`."""
 
 
-def rounds_all(activation_dtype: str, quantization: QuantFormat | None) -> bool:
-    """Return whether the inputs of all quantized linears are rounded: activations are quantized, and no linear has a
-    form that does not support it."""
-    forms = linear_forms(quantization)
-    return activation_dtype != "auto" and bool(forms) and forms <= ACT_QUANT_SCHEMES[activation_dtype].forms
+@dataclass(frozen=True)
+class Activations:
+    """Rounding of activations in an engine. dtype: a key of ACT_QUANT_SCHEMES, or "none". forms: weights, of
+    `linear_forms`, whose inputs are rounded."""
+
+    dtype: str = "none"
+    forms: frozenset[str] = frozenset()
+
+    @classmethod
+    def for_all_weights(cls, dtype: str) -> "Activations":
+        """Return the rounding of the inputs of all weights that support `dtype`."""
+        return cls(dtype, ACT_QUANT_SCHEMES[dtype].forms)
+
+    def cover(self, quantization: QuantFormat | None) -> bool:
+        """Return whether the inputs of all quantized linears are rounded, of which there are some."""
+        if not self.forms or not linear_forms(quantization) <= self.forms:
+            return False
+        return ACT_QUANT_SCHEMES[self.dtype].supports(quantization)
+
+
+NOT_ROUNDED = Activations()
+
+
+def resolve_activations(
+    requested: str, quantization: QuantFormat | None, native: Collection[str], deterministic: bool
+) -> Activations:
+    """Return the rounding for `engine.activation_dtype`. native: types that the device multiplies.
+
+    "auto" is what the checkpoint declares, if it is native and the engine need not be deterministic. Raises ConfigError
+    if no linear in this format supports another `requested` type.
+    """
+    if requested == "auto":
+        declared = "" if quantization is None else quantization.activations or ""
+        if declared not in native or deterministic or not ACT_QUANT_SCHEMES[declared].supports(quantization):
+            return NOT_ROUNDED
+        return Activations(declared, frozenset({declared}))
+    if requested == "none":
+        return NOT_ROUNDED
+    if not ACT_QUANT_SCHEMES[requested].supports(quantization):
+        weights = "16- or 32-bit weights" if quantization is None else f"the model's weights ({quantization})"
+        raise ConfigError(
+            f"engine.activation_dtype = {requested!r}: not supported by {weights}. Use an {requested} checkpoint or "
+            "one of 4-bit integers in groups of 32, 64 or multiples of 128 (AWQ, GPTQ; `pipeline quantize` makes "
+            "them), quantize a 16-bit one on load with model.quantization: fp8 or int8, or leave the key at auto"
+        )
+    return Activations.for_all_weights(requested)
 
 
 _UNSUPPORTED = {
@@ -100,30 +141,33 @@ def act_quant_oracles(prepare: Callable[[LinearWeight], Linear], backends: str) 
 class ActQuantLinears:
     """`Kernels.prepare_linear` that rounds activations for the weights that support it, and counts both kinds."""
 
-    def __init__(self, activation_dtype: str, linears: RoundedLinears, other: Callable[[LinearWeight], Linear]) -> None:
-        self.activation_dtype, self._linears, self._other = activation_dtype, linears, other
+    def __init__(
+        self, activations: Activations, linears: RoundedLinears, other: Callable[[LinearWeight], Linear]
+    ) -> None:
+        self.activations, self._linears, self._other = activations, linears, other
         self.num_rounded = self.num_all = 0
 
     def __call__(self, weight: LinearWeight) -> Linear:
         self.num_all += 1
-        linear = self._linears.prepare(weight)
+        linear = self._linears.prepare(weight) if form_of(weight) in self.activations.forms else None
         if linear is None:
             return self._other(weight)
         self.num_rounded += 1
         return linear
 
 
-def with_act_quant(kernels: Kernels, activation_dtype: str, device: torch.device) -> Kernels:
-    """Return the kernels with linears on activations in a type of ACT_QUANT_SCHEMES, for the weights that support it.
+def with_act_quant(kernels: Kernels, activations: Activations, device: torch.device) -> Kernels:
+    """Return the kernels with linears that round activations as given, for the weights that support it.
 
     Raises ConfigError if the device does not support the type.
     """
-    linears = kernels.rounded.get(activation_dtype)
+    dtype = activations.dtype
+    linears = kernels.rounded.get(dtype)
     if linears is None:
         capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        reason = _UNSUPPORTED[activation_dtype].format(name=torch.cuda.get_device_name(device), capability=capability)
-        raise ConfigError(f"engine.activation_dtype = {activation_dtype!r}: {reason}")
-    prepare = ActQuantLinears(activation_dtype, linears, kernels.prepare_linear)
-    weights = ACT_QUANT_SCHEMES[activation_dtype].weights
+        reason = _UNSUPPORTED[dtype].format(name=torch.cuda.get_device_name(device), capability=capability)
+        raise ConfigError(f"engine.activation_dtype = {dtype!r}: {reason}")
+    prepare = ActQuantLinears(activations, linears, kernels.prepare_linear)
+    weights = ACT_QUANT_SCHEMES[dtype].weights
     linear = f"{weights}: {linears.backends}; others: {kernels.backends['linear']}"
     return replace(kernels, prepare_linear=prepare, backends=kernels.backends | {"linear": linear})

@@ -28,11 +28,11 @@ from dataclasses import replace
 import torch
 
 from pipeline.kernels.activations.activation_blocks import block_of, in_blocks
+from pipeline.weights import round_to_nearest
 from pipeline.weights.packed import DenseWeight, Fp8Weight, LinearWeight
+from pipeline.weights.round_to_nearest import LARGEST, SMALLEST_MAGNITUDE
 
 MIN_CAPABILITY = (8, 9)  # of an NVIDIA GPU that multiplies e4m3
-LARGEST = 448.0  # of float8_e4m3fn
-SMALLEST_MAGNITUDE = 2.0**-80  # keeps quotients out of the subnormal range
 
 
 def rounded(x_MK: torch.Tensor, block: int) -> torch.Tensor:
@@ -64,11 +64,4 @@ def as_multiplied(weight: LinearWeight, device: torch.device | None = None) -> t
     if device is not None:
         tensors = {name: value for name, value in vars(weight).items() if isinstance(value, torch.Tensor)}
         weight = replace(weight, **{name: tensor.to(device) for name, tensor in tensors.items()})
-    return per_output(weight.dequantize(torch.float32), weight.bias_N), num_inputs
-
-
-def per_output(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> Fp8Weight:
-    """Round weights in float32, which are overwritten, with one scale per output."""
-    largest_N1 = torch.linalg.vector_norm(weight_NK, float("inf"), dim=1, keepdim=True)
-    scale_N1 = largest_N1.clamp_min(SMALLEST_MAGNITUDE) / torch.full_like(largest_N1, LARGEST)
-    return Fp8Weight(weight_NK.div_(scale_N1).to(torch.float8_e4m3fn), scale_N1, (1, weight_NK.shape[1]), bias_N)
+    return round_to_nearest.fp8(weight.dequantize(torch.float32), weight.bias_N), num_inputs

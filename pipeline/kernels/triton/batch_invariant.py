@@ -1,7 +1,7 @@
 """Batch-invariant linears and attention on a GPU: a row's bits do not depend on the rest of the step.
 
-Linears: `linear/fixed_order.py` on 16-bit weights instead of cuBLAS. 4-bit weights are dequantized at load, or in each
-call if the 16-bit weights do not fit. Cost: a step of few tokens reads 16 bits per weight instead of 4.
+Linears: `linear/fixed_order.py` on 16-bit weights instead of cuBLAS. 4-bit and fp8 weights are dequantized at load, or
+in each call if the 16-bit weights do not fit. Cost: a step of few tokens reads 16 bits per weight instead of 4 or 8.
 
 Attention: the prefill kernel serves all queries, also in decode. A query's keys come in tiles that begin at fixed
 positions, in one loop with one mask. Masked keys add exactly 0, so it does not matter which queries share a tile.
@@ -25,10 +25,9 @@ from pipeline.kernels.triton.attention.dispatch import AttentionPlan, PagedAtten
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_items, rows_of
 from pipeline.kernels.triton.attention.staging import StagedStep
 from pipeline.kernels.triton.launch import CompileTarget
-from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TorchLinear, TwoPathLinear
+from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TorchLinear, TwoPathLinear, has_two_paths
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
-from pipeline.kernels.triton.linear.int4 import supports
-from pipeline.weights.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 _NO_WINDOW = 1 << 30
 """Wider than any context. Without a window, the kernel uses a separate loop without mask for tiles that all of its
@@ -46,11 +45,11 @@ class FixedLinear(TorchLinear):
         return fixed_product(x_MK, self.weight_NK, self.bias_N, self.target)
 
 
-class WidenedInt4Linear(TwoPathLinear):
-    """Linear of a grouped 4-bit weight that is dequantized in each call, into a workspace that all linears share."""
+class WidenedLinear(TwoPathLinear):
+    """Linear of a 4-bit or fp8 weight that is dequantized in each call, into a workspace that all linears share."""
 
     def __init__(
-        self, weight: GroupIntWeight, dtype: torch.dtype, device: torch.device, scratch: DequantBuffer
+        self, weight: GroupIntWeight | Fp8Weight, dtype: torch.dtype, device: torch.device, scratch: DequantBuffer
     ) -> None:
         super().__init__(weight, dtype, device, scratch, crossover=0)
 
@@ -72,9 +71,9 @@ def fixed_product(
 def prepare_linear(
     weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: DequantBuffer | None = None
 ) -> Linear:
-    """Pack one weight. With a `scratch`, 4-bit weights stay packed; others are dequantized once, here."""
-    if scratch is not None and isinstance(weight, GroupIntWeight) and supports(weight):
-        return WidenedInt4Linear(weight, dtype, device, scratch)
+    """Pack one weight. With a `scratch`, 4-bit and fp8 weights stay packed; others are dequantized once, here."""
+    if scratch is not None and has_two_paths(weight):
+        return WidenedLinear(weight, dtype, device, scratch)
     return FixedLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)
 
 

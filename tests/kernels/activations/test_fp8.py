@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import ConfigError
 from pipeline.kernels.activations import int8 as int8_activations
-from pipeline.kernels.activations.act_quant import ActQuantLinears, with_act_quant
+from pipeline.kernels.activations.act_quant import Activations, ActQuantLinears, with_act_quant
 from pipeline.kernels.activations.fp8 import as_multiplied, rounded
 from pipeline.kernels.reference import prepare_linear, reference_kernels
 from pipeline.kernels.select import select_kernels
@@ -141,7 +141,7 @@ def test_a_linear_is_that_of_rounded_weights_and_inputs(weight: LinearWeight, dt
 
 
 def test_what_has_no_such_form_is_served_as_before_and_counted() -> None:
-    kernels = with_act_quant(reference_kernels(torch.float32, CPU), "fp8", CPU)
+    kernels = with_act_quant(reference_kernels(torch.float32, CPU), Activations.for_all_weights("fp8"), CPU)
     prepare, x_MK = kernels.prepare_linear, torch.randn(2, 64)
     assert isinstance(prepare, ActQuantLinears)
     dense, narrow = DenseWeight(torch.randn(3, 64)), random_weight(3, 64, 32)
@@ -157,7 +157,7 @@ def test_a_card_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     kernels = replace(reference_kernels(torch.float32, CPU), rounded={})
     with pytest.raises(ConfigError, match=r"needs compute capability 8.9 or newer .*, and A100 has 8\.0"):
-        with_act_quant(kernels, "fp8", torch.device("cuda"))
+        with_act_quant(kernels, Activations.for_all_weights("fp8"), torch.device("cuda"))
 
 
 def test_weights_of_zeros_and_of_16_bit() -> None:

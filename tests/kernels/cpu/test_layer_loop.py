@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.engine.startup.resolve import quantized_on_load
-from pipeline.kernels.activations.act_quant import with_act_quant
+from pipeline.kernels.activations.act_quant import Activations, with_act_quant
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.contract import Kernels
@@ -112,7 +112,7 @@ def test_bits_are_those_of_layer_by_layer(
     folder = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), seed=3)
     kernels = select_kernels(CPU, dtype)
     if activation_dtype != "auto":
-        kernels = with_act_quant(kernels, activation_dtype, CPU)
+        kernels = with_act_quant(kernels, Activations.for_all_weights(activation_dtype), CPU)
     wanted, wanted_kv = run(decoder_of(folder, replace(kernels, fused_layer_loop=None), weights, dtype))
     assert not threaded
     decoder = decoder_of(folder, kernels, weights, dtype)

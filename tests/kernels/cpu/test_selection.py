@@ -1,8 +1,11 @@
 """Selection of kernels for the CPU, and oneDNN's linears."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from pipeline.kernels.cpu.linear.linear_widened import Float8Linear
 from pipeline.kernels.cpu.linear.selection import (
     DenseLinear,
     Int4Linear,
@@ -12,6 +15,7 @@ from pipeline.kernels.cpu.linear.selection import (
 )
 from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, GroupIntWeight
+from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.cpu.test_attention import TOLERANCE
 
 CPU = torch.device("cpu")
@@ -41,6 +45,20 @@ def test_int4_and_dense_paths_agree_to_bfloat16_rounding() -> None:
     linear.crossover = 4
     assert torch.equal(linear(x_TK), linear.dense(x_TK))
     assert torch.equal(linear(x_TK[:4]), linear.int4(x_TK[:4]))
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 200), (70, 200)])
+def test_fp8_weights_in_bfloat16_are_held_once(block: tuple[int, int]) -> None:
+    weight = replace(fp8_weight(70, 200, block), bias_N=torch.randn(70))
+    linear = prepare_linear(weight, torch.bfloat16)
+    assert isinstance(linear, Float8Linear)
+    assert torch.equal(linear.widened(), weight.dequantize(torch.bfloat16))
+    for tokens in (0, 1, linear.crossover, linear.crossover + 1):
+        x_TK = torch.randn(tokens, 200).bfloat16()
+        exact = x_TK.float() @ weight.dequantize(torch.float32).T + weight.bias_N
+        ours = linear(x_TK)
+        assert (ours.shape, ours.dtype) == (exact.shape, torch.bfloat16)
+        assert tokens == 0 or float((ours.float() - exact).abs().max() / exact.abs().max()) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 16, 17, 100, 1023])

@@ -19,6 +19,8 @@ from pipeline.kernels.triton.elementwise import (
 )
 from pipeline.kernels.triton.fp8_rounding import Fp8Inputs, rounding_launch
 from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
+from pipeline.kernels.triton.linear import e4m3
+from pipeline.kernels.triton.linear.e4m3 import TiledE4m3
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches
 from pipeline.kernels.triton.linear.fp8 import MIN_CAPABILITY, E4m3Weight, fp8_launches
 from pipeline.kernels.triton.linear.int4 import (
@@ -90,7 +92,12 @@ def launches_of(
     parts, whole = greedy_launches(logits_TV, chosen_2T)
     sampling_params_5T = empty(5, num_tokens, dtype=torch.float64)
     sampling = {"greedy, parts": parts, "greedy, whole": whole}
-    products = _int4(shape, dtype, target) | fp8_launches_of(shape, dtype, target) | _fixed(shape, dtype, target)
+    products = (
+        _int4(shape, dtype, target)
+        | _e4m3(shape, dtype, target)
+        | fp8_launches_of(shape, dtype, target)
+        | _fixed(shape, dtype, target)
+    )
     sampling["sample, parts"], sampling["sample"] = sample_launches(logits_TV, sampling_params_5T, chosen_2T)
     table_SM = empty(256, _TABLE, dtype=torch.int32)
     fused["scatter"] = scatter_launch(slot_T, table_SM, table_SM)
@@ -149,6 +156,26 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[
         out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
         names = f"int4, {num_tokens} tokens", f"int4, {num_tokens} tokens, join"
         found |= dict(zip(names, int4_launches(x_MK, tiled, None, out_MN, target)))
+    return found
+
+
+def _e4m3(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[str, Launch]:
+    """Return launches of an fp8 weight with 16-bit activations."""
+    num_outputs, num_inputs = shape.hidden_size, shape.intermediate_size
+    blocks = -(-num_inputs // BLOCK)
+    tiled = TiledE4m3(
+        torch.empty(blocks, num_outputs, BLOCK // 4, dtype=torch.int32, device=_META),
+        torch.empty(blocks, num_outputs, dtype=torch.float32, device=_META),
+        num_inputs,
+        adjacent_inputs(target),
+    )
+    weight_NK = torch.empty(num_outputs, num_inputs, dtype=dtype, device=_META)
+    found = {"e4m3, dequantize": e4m3.dequantize_launch(tiled, weight_NK)}
+    for num_tokens in (1, 64):
+        x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
+        out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)
+        names = f"e4m3, {num_tokens} tokens", f"e4m3, {num_tokens} tokens, join"
+        found |= dict(zip(names, e4m3.e4m3_launches(x_MK, tiled, None, out_MN, target)))
     return found
 
 

@@ -18,6 +18,7 @@ from pipeline.kernels.triton.launch import A100, H100
 from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TwoPathLinear
 from pipeline.kernels.triton.linear.fixed_order import fixed_launches, part_inputs, tile_for
 from pipeline.weights.packed import DenseWeight
+from tests.kernels.activations.test_fp8 import fp8_weight
 from tests.kernels.steps import softmax_options
 from tests.kernels.triton import problems
 from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, PRODUCT, Step, make_step, random_weight
@@ -66,11 +67,18 @@ def test_torchs_product_is_not() -> None:
     assert differing(lambda x: x @ weight_NK.T, x_MK)
 
 
-@pytest.mark.parametrize(("with_scratch", "ordered"), [(False, True), (True, True), (True, False)])
-def test_4_bit_weights_have_one_path(with_scratch: bool, ordered: bool) -> None:
+ORDER_K = torch.randperm(512, generator=torch.Generator().manual_seed(2))
+PACKED = {
+    "4 bits": random_weight(40, 512, 64, bias=True),
+    "reordered": replace(random_weight(40, 512, 64, bias=True), input_order_K=ORDER_K),
+    "fp8": replace(fp8_weight(40, 512, (40, 128)), bias_N=torch.randn(40)),
+}
+
+
+@pytest.mark.parametrize(("with_scratch", "name"), [(False, "4 bits"), *((True, name) for name in PACKED)])
+def test_packed_weights_have_one_path(with_scratch: bool, name: str) -> None:
     """Widening once or in each call gives the same bits, which are not those of the fused product."""
-    order_K = None if ordered else torch.randperm(512, generator=torch.Generator().manual_seed(2))
-    weight = replace(random_weight(40, 512, 64, bias=True), input_order_K=order_K)
+    weight = PACKED[name]
     scratch = DequantBuffer(torch.float32, DEVICE) if with_scratch else None
     linear = prepare_linear(weight, torch.float32, DEVICE, scratch)
     x_MK = normal(130, 512).to(DEVICE)
@@ -78,7 +86,7 @@ def test_4_bit_weights_have_one_path(with_scratch: bool, ordered: bool) -> None:
     oracle = x_MK.cpu() @ weight.dequantize(torch.float32).T + weight.bias_N
     assert float((linear(x_MK).cpu() - oracle).abs().max() / oracle.abs().max()) < PRODUCT[torch.float32]
     assert differing(linear, x_MK) == []
-    if with_scratch and ordered:
+    if with_scratch and name != "reordered":
         assert torch.equal(linear(x_MK), prepare_linear(weight, torch.float32, DEVICE)(x_MK))
         fused, dense = TwoPathLinear(weight, torch.float32, DEVICE, scratch), linear(x_MK[:7])
         assert not torch.equal(fused(x_MK[:7]), dense)

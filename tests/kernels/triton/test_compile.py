@@ -23,19 +23,30 @@ EXPERTS = [
     "experts, int4, 4096 tokens, Qwen3-30B-A3B",
     "experts, mxfp4, 4096 tokens, gpt-oss-20b",
 ]
-WITH_WGMMA = ["cascade", "cascade, fp8 cache", "prefill", "prefill, fp8 cache", "int4, 64 tokens", *FIXED, *EXPERTS]
+E4M3 = ["e4m3, 1 tokens", "e4m3, dequantize", "e4m3, 64 tokens"]
+WITH_WGMMA = [
+    "cascade",
+    "cascade, fp8 cache",
+    "prefill",
+    "prefill, fp8 cache",
+    "int4, 64 tokens",
+    E4M3[2],
+    *FIXED,
+    *EXPERTS,
+]
 SPILLING, TOO_LARGE = "control: too many keys for the registers", "control: too many stages for the memory"
 SAMPLES = {
     "sm_80": [
         "decode, 1 queries", "decode, 1 queries, fp8 cache", "prefill", "cascade", "int4, 1 tokens", "int4, 64 tokens",
-        "dequantize", "adapters, A, 32 tokens", *FIXED, *EXPERTS, SPILLING,
+        *E4M3, "dequantize", "adapters, A, 32 tokens", *FIXED, *EXPERTS, SPILLING,
     ],
     "sm_89": ["prefill, fp8 cache", "convert, fp8 cache", *NORMS, *FP8_PRODUCTS],
     "sm_90": [
         *CASCADE, *SOFTMAX, *(f"{name}, softcap and sinks" for name in SOFTMAX), "decode, 1 queries, fp8 cache",
         "norm_rope_write", "gate_mul", "scatter", "sample", "greedy, parts", "int4, 1 tokens", "fp8 rounding",
         "experts, route, Qwen3-30B-A3B", "experts, assign, Qwen3-30B-A3B", "experts, combine, Qwen3-30B-A3B",
-        "adapters, A, 4096 tokens", "adapters, B, 4096 tokens", *NORMS, *FP8_PRODUCTS, *WITH_WGMMA, TOO_LARGE,
+        "adapters, A, 4096 tokens", "adapters, B, 4096 tokens", *NORMS, *FP8_PRODUCTS, *E4M3[:2], *WITH_WGMMA,
+        TOO_LARGE,
     ],
 }  # fmt: skip
 

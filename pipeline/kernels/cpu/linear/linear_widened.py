@@ -6,12 +6,14 @@ tokens the multiplication dominates, and widening adds little. Codes are looked 
 slowest widening.
 """
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 from pipeline.kernels.cpu.linear.tiled_linear import TiledLinear
 from pipeline.kernels.cpu.linear.widening import FLOAT8_EXPONENT
 from pipeline.kernels.cpu.tiles.weight_tiles import bf16_tiles, tiles, word_tiles
-from pipeline.weights.packed import CodebookWeight, DenseWeight, GroupIntWeight, LinearWeight
+from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
 
 FLOAT8_SCALE_LIMIT = 128.0
 """Scales are stored times 2^120; float32 can represent the product below this limit."""
@@ -44,6 +46,27 @@ def widened_linear(weight: LinearWeight) -> TiledLinear | None:
     words_TWL = word_tiles(weight.value_NK.view(torch.uint8).numpy(), tuple(range(4)))
     scales_TGL = tiles(weight.scales_NG.numpy() * FLOAT8_EXPONENT)
     return TiledLinear("float8", shape_NK, bias_N, words_TWL, scales_TGL, None, weight.block[1])
+
+
+class Float8Linear:
+    """Linear of an fp8 weight in bfloat16, whose only copy is that of `stored` (`widened_linear`): multiplied by it up
+    to `crossover` tokens, above that widened to bfloat16 in each call."""
+
+    def __init__(self, weight: Fp8Weight, stored: TiledLinear, crossover: int) -> None:
+        self.stored, self.scales_RG, self.block, self.crossover = stored, weight.scales_RG, weight.block, crossover
+        self.bias_N = None if weight.bias_N is None else weight.bias_N.to(torch.bfloat16)
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        if len(x_TK) <= self.crossover:
+            return self.stored(x_TK.float()).to(x_TK.dtype)
+        return F.linear(x_TK, self.widened(), self.bias_N)
+
+    def widened(self) -> torch.Tensor:
+        words_TWL, (num_outputs, num_inputs) = self.stored.words_TWL, self.stored.shape_NK
+        byte_TWLJ = words_TWL.view(np.uint8).reshape(*words_TWL.shape, 4)  # processors are little-endian
+        code_NK = byte_TWLJ.transpose(0, 2, 1, 3).reshape(-1, num_inputs)[:num_outputs]
+        value_NK = torch.from_numpy(code_NK).view(torch.float8_e4m3fn)
+        return Fp8Weight(value_NK, self.scales_RG, self.block).dequantize(torch.bfloat16)
 
 
 def float32_linear(weight_NK: torch.Tensor, bias_N: torch.Tensor | None) -> TiledLinear:

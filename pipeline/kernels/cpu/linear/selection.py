@@ -4,7 +4,8 @@ In float32, weights stored in a narrower type are read in that type (`linear_wid
 BLAS. In bfloat16 on processors with AVX-512 BF16 and without AMX, `linear_bf16.py` serves all weights. Elsewhere oneDNN
 packs weights once. It compiles a kernel for each number of tokens (a few milliseconds each), and that number changes
 from step to step, so tokens are padded to one of a few numbers. A 4-bit weight then has two forms: int4 for few tokens,
-where reading the weights dominates, and packed bfloat16 of the same values for many, where multiplying does.
+where reading the weights dominates, and packed bfloat16 of the same values for many, where multiplying does. An fp8
+weight has its bytes alone, which a step of many tokens widens (`linear_widened.py`).
 """
 
 from dataclasses import replace
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 
 from pipeline.kernels.linears import Linear
 from pipeline.machine.numba import numba_unavailable_reason
-from pipeline.weights.packed import GroupIntWeight, LinearWeight
+from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 INT4PACK_GROUPS = (32, 64, 128, 256)
 CROSSOVER = 8
-"""Maximum number of tokens of a step for which int4 weights are multiplied directly.
+"""Maximum number of tokens of a step for which int4 and fp8 weights are multiplied directly.
 
 By `python -m benchmarks.cpu_crossover` on a Zen 5 EPYC with AVX-512 BF16, 2026-11-22 and 2026-11-26: the forms cross
 between 4 and 12 tokens for weights of 1,024 x 256 to 4,096 x 4,096, on one thread and on two. Processors with AMX were
@@ -118,10 +119,12 @@ def prepare_linear(weight: LinearWeight, dtype: torch.dtype) -> Linear:
 
 
 def _compiled(weight: LinearWeight, dtype: torch.dtype) -> Linear | None:
-    if dtype == torch.float32:
-        from pipeline.kernels.cpu.linear.linear_widened import widened_linear
+    from pipeline.kernels.cpu.linear.linear_widened import Float8Linear, widened_linear
 
+    if dtype == torch.float32:
         return widened_linear(weight)
+    if isinstance(weight, Fp8Weight) and (stored := widened_linear(weight)) is not None:
+        return Float8Linear(weight, stored, CROSSOVER)
     from pipeline.kernels.cpu.linear.linear_bf16 import bf16_linear, use_avx512_bf16
 
     return bf16_linear(weight) if dtype == torch.bfloat16 and use_avx512_bf16() else None

@@ -30,7 +30,8 @@ class TiledLinear:
         block: int = 0,
     ) -> None:
         """`kind` and the arguments that its weights need: see `linear_kernel`."""
-        self.kind, self.shape_NK, self.block, self.scales_TBL = kind, shape_NK, block, scales_TBL
+        self.kind, self.shape_NK, self.block = kind, shape_NK, block
+        self.words_TWL, self.scales_TBL = words_TWL, scales_TBL
         bias_N = torch.zeros(shape_NK[0]) if bias_N is None else bias_N.to(torch.float32)
         bias_TL = tiles(bias_N.numpy()[:, None])[:, 0]
         self._weight = words_TWL, scales_TBL, zeros_TBL, block, bias_TL, *ALL_ITEMS

@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 
 from pipeline.kernels.triton.elementwise import gated
-from pipeline.kernels.triton.experts.minifloat import sum_of_blocks
 from pipeline.kernels.triton.experts.pairs import Pairs
 from pipeline.kernels.triton.experts.weights import GroupedWeights
 from pipeline.kernels.triton.launch import CompileTarget, Launch, power_of_two
 from pipeline.kernels.triton.linear.int4 import sum_of_chunks
+from pipeline.kernels.triton.linear.minifloat import sum_of_blocks
 
 _FIXED_TOKENS = 64
 _CROWDING = 1.5  # rows of a tile over the mean number of rows of an expert: most experts need one tile then
@@ -123,7 +123,7 @@ def _multiply_grouped(
         )
     else:
         total_NM = sum_of_blocks(
-            *(x_at, weight_ptr, scale_ptr, output_N, mask_N, mask_M),
+            *(x_at, weight_ptr, scale_ptr, output_N, mask_N, mask_M, 0, (INPUTS + 127) // 128),
             *(num_outputs, INPUTS, 8 if FORM == "e4m3" else 4, ADJACENT, GROUP),
         )
     if BIASED:

@@ -11,8 +11,9 @@ from typing import TypeVar
 import torch
 import torch.nn.functional as F
 
-from pipeline.kernels.triton.experts.minifloat import POWERS
 from pipeline.kernels.triton.launch import CompileTarget
+from pipeline.kernels.triton.linear import e4m3
+from pipeline.kernels.triton.linear.e4m3 import TiledE4m3
 from pipeline.kernels.triton.linear.int4 import (
     BLOCK,
     TiledInt4,
@@ -21,6 +22,7 @@ from pipeline.kernels.triton.linear.int4 import (
     supports,
     words_of_codes,
 )
+from pipeline.kernels.triton.linear.minifloat import POWERS
 from pipeline.weights.fp4 import E2M1
 from pipeline.weights.packed import (
     CodebookWeight,
@@ -70,7 +72,7 @@ class GroupedWeights:
         packed = (
             _packed(weights, DenseWeight, lambda _: True, lambda each: (each.weight_NK.to(device, dtype),))
             or _packed(weights, GroupIntWeight, _is_int4, lambda each: _int4(each, device, adjacent))
-            or _packed(weights, Fp8Weight, _is_e4m3, lambda each: _e4m3(each, device, adjacent))
+            or _packed(weights, Fp8Weight, e4m3.supports, lambda each: _e4m3(each, device, adjacent))
             or _packed(weights, CodebookWeight, _is_e2m1, lambda each: _e2m1(each, dtype, device, adjacent))
         )
         if packed is None:
@@ -128,19 +130,9 @@ def _int4(weight: GroupIntWeight, device: torch.device, adjacent: int) -> tuple[
     return tiled.word_BNW, tiled.group_CNG2
 
 
-def _is_e4m3(weight: Fp8Weight) -> bool:
-    """Return whether blocks of inputs are whole blocks of the product, and no code is NaN, which the bits of a code do
-    not become."""
-    code_NK = weight.value_NK.view(torch.uint8)
-    fits = weight.block[1] % BLOCK == 0 or weight.block[1] >= weight.in_features
-    return fits and not bool(((code_NK & 0x7F) == 0x7F).any())
-
-
 def _e4m3(weight: Fp8Weight, device: torch.device, adjacent: int) -> tuple[torch.Tensor, torch.Tensor]:
-    code_NK = _padded(weight.value_NK.view(torch.uint8).to(device))
-    scale_NG = weight.scales_NG.to(device, torch.float32)
-    scale_NB = scale_NG.repeat_interleave(-(-weight.block[1] // BLOCK), dim=1)[:, : code_NK.shape[1] // BLOCK]
-    return words_of_codes(code_NK, 8, adjacent), scale_NB.t().contiguous()
+    tiled = TiledE4m3.repack(weight, device, adjacent)
+    return tiled.word_BNW, tiled.scale_BN
 
 
 def _is_e2m1(weight: CodebookWeight) -> bool:

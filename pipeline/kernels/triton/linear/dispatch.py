@@ -1,18 +1,23 @@
-"""Linears on a GPU. 4-bit weights have two paths: the fused kernel for few tokens, cuBLAS on 16-bit weights for many.
+"""Linears on a GPU. 4-bit and fp8 weights have two paths: the fused kernel for few tokens, cuBLAS on 16-bit weights for
+many.
 
 With few tokens a linear takes as long as reading its weight, so a quarter of the bytes is up to four times as fast.
 With many the multiplication dominates: cuBLAS on 16-bit weights is up to twice as fast as a product that unpacks. Both
 paths compute the same, except that cuBLAS reads weights rounded to 16 bits.
 """
 
+from typing import TypeGuard
+
 import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.linears import Linear, Workspace
 from pipeline.kernels.triton.launch import CompileTarget
+from pipeline.kernels.triton.linear import e4m3, int4
 from pipeline.kernels.triton.linear.crossover import crossover_of
-from pipeline.kernels.triton.linear.int4 import TiledInt4, dequantize_launch, int4_launches, supports
-from pipeline.weights.packed import GroupIntWeight, LinearWeight
+from pipeline.kernels.triton.linear.e4m3 import TiledE4m3
+from pipeline.kernels.triton.linear.int4 import TiledInt4
+from pipeline.weights.packed import Fp8Weight, GroupIntWeight, LinearWeight
 
 
 class DequantBuffer(Workspace):
@@ -49,29 +54,28 @@ class TorchLinear:
 
 
 class TwoPathLinear:
-    """Linear of a grouped 4-bit weight: fused up to `crossover` tokens, above that cuBLAS on its 16-bit form."""
+    """Linear of a 4-bit or fp8 weight: fused up to `crossover` tokens, above that cuBLAS on its 16-bit form."""
 
     def __init__(
         self,
-        weight: GroupIntWeight,
+        weight: GroupIntWeight | Fp8Weight,
         dtype: torch.dtype,
         device: torch.device,
         scratch: DequantBuffer | None = None,
         crossover: int | None = None,
     ) -> None:
-        """Pack `weight`. With a `scratch`, each call that needs the 16-bit form writes it there; without, it is kept.
-
-        Raises ValueError unless `int4.supports(weight)`.
-        """
-        if not supports(weight):
-            raise ValueError(
-                f"{weight.bits} bits in groups of {weight.group_size}: the fused kernels support 4 bits in groups of "
-                "32, 64 or multiples of 128"
-            )
+        """Pack `weight`, for which `has_two_paths`. With a `scratch`, each call that needs the 16-bit form writes it
+        there; without, it is kept."""
+        assert has_two_paths(weight)
         self.target = CompileTarget.from_device(device)
         self.bias_N = None if weight.bias_N is None else weight.bias_N.to(device, dtype)
-        self.tiled = TiledInt4.repack(weight, device)
-        self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
+        self.tiled: TiledInt4 | TiledE4m3
+        self.input_order_K: torch.Tensor | None = None
+        if isinstance(weight, GroupIntWeight):
+            self.tiled = TiledInt4.repack(weight, device)
+            self.input_order_K = None if weight.input_order_K is None else weight.input_order_K.to(device)
+        else:
+            self.tiled = TiledE4m3.repack(weight, device)
         self.scratch, self.shape_NK = scratch, (weight.out_features, weight.in_features)
         num_values = weight.out_features * weight.in_features
         default = crossover_of(self.target.capability).max_fused_tokens(num_values, is_cached=scratch is None)
@@ -88,7 +92,11 @@ class TwoPathLinear:
 
     def fused(self, x_MK: torch.Tensor) -> torch.Tensor:
         out_MN = x_MK.new_empty(len(x_MK), self.shape_NK[0])
-        for launch in int4_launches(x_MK, self.tiled, self.bias_N, out_MN, self.target):
+        if isinstance(self.tiled, TiledInt4):
+            launches = int4.int4_launches(x_MK, self.tiled, self.bias_N, out_MN, self.target)
+        else:
+            launches = e4m3.e4m3_launches(x_MK, self.tiled, self.bias_N, out_MN, self.target)
+        for launch in launches:
             launch.run()
         return out_MN
 
@@ -100,14 +108,24 @@ class TwoPathLinear:
         return self.kept_NK if self.scratch is None else self._dequantized(self.scratch.weight(*self.shape_NK))
 
     def _dequantized(self, out_NK: torch.Tensor) -> torch.Tensor:
-        dequantize_launch(self.tiled, out_NK).run()
+        if isinstance(self.tiled, TiledInt4):
+            int4.dequantize_launch(self.tiled, out_NK).run()
+        else:
+            e4m3.dequantize_launch(self.tiled, out_NK).run()
         return out_NK
+
+
+def has_two_paths(weight: LinearWeight) -> TypeGuard[GroupIntWeight | Fp8Weight]:
+    """Return whether the fused kernels support the weight."""
+    if isinstance(weight, GroupIntWeight):
+        return int4.supports(weight)
+    return isinstance(weight, Fp8Weight) and e4m3.supports(weight)
 
 
 def prepare_linear(
     weight: LinearWeight, dtype: torch.dtype, device: torch.device, scratch: DequantBuffer | None = None
 ) -> Linear:
     """Pack one weight for a GPU. The caller can drop its own copy."""
-    if isinstance(weight, GroupIntWeight) and supports(weight):
+    if has_two_paths(weight):
         return TwoPathLinear(weight, dtype, device, scratch)
     return TorchLinear(weight.dequantize(dtype), weight.bias_N, dtype, device)

@@ -298,9 +298,10 @@ def test_memory_of_fp8_experts_is_planned_as_they_are_packed(block: int, num_ran
     gate_up = select_outputs(random(768, 128), torch.arange(2 * width))
     down = select_inputs(random(128, 384), 0, width)
     packed = prepared(ExpertWeights((gate_up,) * 2, (down,) * 2), torch.float16)
-    linears = 2 * sum(rows * inputs for parts in local.linears(0).values() for _, rows, inputs in parts)
-    (planned,) = layer_bytes_on_gpu(local, torch.float16, "auto")
-    assert planned == linears + packed.gate_up.num_bytes + packed.down.num_bytes
+    linears = sum(rows * inputs for parts in local.linears(0).values() for _, rows, inputs in parts)
+    (planned,) = layer_bytes_on_gpu(local, torch.float16)
+    linears *= 2 if block == 64 else 1 + 4 / 128
+    assert planned == pytest.approx(linears + packed.gate_up.num_bytes + packed.down.num_bytes, abs=1)
 
 
 def test_memory_of_experts_that_are_quantized_on_load_has_their_groups(tmp_path: Path) -> None:
@@ -312,7 +313,7 @@ def test_memory_of_experts_that_are_quantized_on_load_has_their_groups(tmp_path:
     gate_up, down = (rounding.quantize(DenseWeight(normal(rows, 192), None), "w") for rows in (384, 192))
     packed = prepared(ExpertWeights((gate_up,) * 2, (down,) * 2), torch.float16)
     linears = sum(rows * inputs for parts in config.linears(0).values() for _, rows, inputs in parts)
-    (planned,) = layer_bytes_on_gpu(config, torch.float16, "auto")
+    (planned,) = layer_bytes_on_gpu(config, torch.float16)
     experts = packed.gate_up.num_bytes + packed.down.num_bytes
     assert planned == pytest.approx(linears * (0.5 + 8 / 128) + experts, abs=1)
 

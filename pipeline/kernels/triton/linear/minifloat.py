@@ -129,7 +129,7 @@ def _values(zero, one, two, three, even, odd, BITS: tl.constexpr, ADJACENT: tl.c
 
 
 @triton.jit
-def _e4m3(word_NW, ADJACENT: tl.constexpr, dtype: tl.constexpr):
+def e4m3_values(word_NW, ADJACENT: tl.constexpr, dtype: tl.constexpr):
     """Convert the words of a block to values (outputs, 128)."""
     first, second = tl.split(word_NW.reshape(word_NW.shape[0], 4, 4, 2))
     return _values(first << 8, first, second << 8, second, None, None, 8, ADJACENT, dtype)
@@ -159,18 +159,20 @@ def sum_of_blocks(
     output_N,
     mask_N,
     mask_M,
+    first,
+    end,
     num_outputs,
     INPUTS: tl.constexpr,
     BITS: tl.constexpr,
     ADJACENT: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Multiply tokens by weights, and return sums (N, M). x_at: the first 128 inputs of each token, (K, M). Words are
-    (B, N, W), scales (B, N) or (B, N, G)."""
+    """Multiply tokens by the weights of blocks `first` to `end`, and return sums (N, M). x_at: the first 128 inputs of
+    each token, (K, M). Words are (B, N, W), scales (B, N) or (B, N, G)."""
     word_W, input_K = tl.arange(0, 4 * BITS), tl.arange(0, 128)
     dtype: tl.constexpr = x_at.dtype.element_ty
     total_NM = tl.zeros([mask_N.shape[0], mask_M.shape[0]], dtype=tl.float32)
-    for block in range(tl.cdiv(INPUTS, 128)):
+    for block in range(first, end):
         row_N = block * num_outputs + output_N
         word_at = word_ptr + row_N[:, None] * (4 * BITS) + word_W[None, :]
         word_NW = tl.load(word_at, mask=mask_N[:, None], other=0)
@@ -181,7 +183,7 @@ def sum_of_blocks(
             x_KM = tl.load(x_at + block * 128, mask=inside, other=0.0)
         if BITS == 8:
             scale_N = tl.load(scale_ptr + row_N, mask=mask_N, other=0.0)
-            weight_NK = _e4m3(word_NW, ADJACENT, dtype)
+            weight_NK = e4m3_values(word_NW, ADJACENT, dtype)
             total_NM += scale_N[:, None] * tl.dot(weight_NK, x_KM, input_precision="ieee")
         else:
             group_G = tl.arange(0, 128 // GROUP)
