@@ -6,7 +6,8 @@ has loaded, by the files that they leave in the folder loaded_in), max_model_len
 (tokens at the head of every prompt but the first, from cache), fail_load (a class of `pipeline.errors`, or a built-in
 one), and texts that, in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
 out_of_memory, unusable). A `once` file path limits the fault to the first time; a file at `cured_by` ends it.
-stops_once: the first process, which creates this file, stops as soon as it is ready.
+resolved_in: a file with more
+resolved settings. stops_once: the first process, which creates this file, stops as soon as it is ready.
 """
 
 import builtins
@@ -118,6 +119,8 @@ class FakeEngine:
         if "loaded_in" in fake:
             (Path(fake["loaded_in"]) / str(os.getpid())).touch()
         self.resolved = {"device": "fake", "max_num_seqs": fake.get("max_num_seqs", 8)}
+        if "resolved_in" in fake:
+            self.resolved |= json.loads(Path(fake["resolved_in"]).read_text())
         self.max_model_len = config.max_model_len or fake.get("max_model_len", 10**9)
         self.stats = EngineStats()
         self.waiting: list[Request] = []

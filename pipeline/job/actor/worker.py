@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from pipeline.data.output.part_totals import PartTotals
@@ -23,6 +24,7 @@ from pipeline.engine.request import Request
 from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
+from pipeline.job.actor.resolved_numerics import agree
 from pipeline.job.actor.work_spec import WorkSpec
 from pipeline.job.actor.write import PartWriter, row_stats
 from pipeline.job.process.supervisor import Supervisor, computed
@@ -48,7 +50,9 @@ class Worker:
         launch, make_reader = spec.backend.open(spec, self._retries)
         logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)
-        self._supervisor = Supervisor(launch, birth_us, self._log, logs.shown(engine_log(actor)))
+        self._supervisor = Supervisor(
+            launch, birth_us, self._log, logs.shown(engine_log(actor)), check=partial(agree, store)
+        )
         self._read = make_reader()
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id

@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
@@ -67,11 +67,16 @@ class Supervisor:
     overlap in the engine."""
 
     def __init__(
-        self, launch: ChildSpec, birth_us: int | None = None, log: RotatedLog | None = None, log_path: str = ""
+        self,
+        launch: ChildSpec,
+        birth_us: int | None = None,
+        log: RotatedLog | None = None,
+        log_path: str = "",
+        check: Callable[[Mapping[str, str | int]], None] = lambda resolved: None,
     ) -> None:
         """`log`: receives the output of the engine's processes and how they end; messages refer to it as
-        `log_path`."""
-        self._launch, self._log = launch, log
+        `log_path`. `check`: raises a PipelineError if an engine with these resolved settings must not compute rows."""
+        self._launch, self._log, self._check = launch, log, check
         self._see_log = f"\nIts output is in {log_path}" if log_path else ""
         self._lock = threading.Lock()  # guards everything below except `_child`'s process
         self._rows = OpenRows(self._note, self._see_log)
@@ -265,6 +270,7 @@ class Supervisor:
                             f"{self.resolved.get('model')!r} before it restarted; one output must not mix two models. "
                             "Start it with the first model again, or choose a new output.path"
                         )
+                    self._check(resolved)
                     self.resolved = resolved
                     self.loading = ""
                     child.ready = True

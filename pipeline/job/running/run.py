@@ -26,6 +26,7 @@ from pipeline.errors import (
 )
 from pipeline.job.actor.backends import backend_of
 from pipeline.job.actor.partial import remove_all
+from pipeline.job.actor.resolved_numerics import RESOLVED
 from pipeline.job.actor.work_spec import Backend
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.output.success import check_none_appended, count_rows, read_success, write_empty_part, write_success
@@ -104,6 +105,7 @@ def run_job(
             limits = RunLimits(config.cost, config.run, earlier if left.tasks else ())
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
+                store.folder.remove(RESOLVED)  # the first engine of this run records its own
             # _SUCCESS describes the old parts: some will be written or replaced, or are damaged
             store.folder.remove(SUCCESS)
             phase = "recording the end of the run"

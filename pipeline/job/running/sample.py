@@ -21,6 +21,7 @@ from pipeline.data.output.result_columns import (
     result_names,
 )
 from pipeline.job.actor.partial import FOLDER as PARTIAL
+from pipeline.job.actor.resolved_numerics import RESOLVED
 from pipeline.job.actor.write import SAMPLES
 from pipeline.job.dataflow.reading import evenly, shares
 from pipeline.job.dataflow.spec import WindowTask
@@ -90,4 +91,5 @@ def forget_samples_of_another_job(store: PartStore, ours: Fingerprint) -> None:
     for folder in (PARTIAL, RUNS, *(f"{SAMPLES}/{run.run_id}" for run in runs)):
         for name in store.folder.names(folder):
             store.folder.remove(f"{folder}/{name}")
+    store.folder.remove(RESOLVED)
     store.folder.remove(JOB)
