@@ -231,7 +231,7 @@ def test_planned_bytes_are_those_of_the_loaded_weights(
     name: str, activation_dtype: str, folders: dict[str, Path]
 ) -> None:
     folder = folders[name]
-    options = {"kernels": "triton", "dtype": "bfloat16", "activation_dtype": activation_dtype}
+    options: dict[str, Any] = {"kernels": "triton", "dtype": "bfloat16", "activation_dtype": activation_dtype}
     config, model = EngineConfig(str(folder), device="cpu", max_model_len=64, **options), read_config(folder)
     resolved = resolve(config, model)
     with recorded_launches():
