@@ -81,6 +81,14 @@ def default_sighup() -> Iterator[None]:
 
 
 @pytest.fixture
+def engines_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run engines of jobs in threads of this process (`engine_thread.py`)."""
+    from tests.engine_thread import run_engines_in_threads
+
+    run_engines_in_threads(monkeypatch)
+
+
+@pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     """Return a function that runs the console script in this process and returns exit code, stdout and stderr."""
     from pipeline.cli import main as cli

@@ -15,29 +15,30 @@ from tests.docs.pages import ROOT, Block, blocks, name
 
 CONSOLE = blocks("console")
 PYTHON = blocks("python")
-# Jobs use processes, signals and exit codes; the other commands run in this process and save an import of torch.
-IN_A_PROCESS = ("run",)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make the folder in which the commands run; later pages see the files of earlier ones."""
     folder = tmp_path_factory.mktemp("typed")
     for link in ("jobs", "configs", "pipeline", "tests", "tools"):
         (folder / link).symlink_to(ROOT / link)
-    programs = folder / "bin"
-    programs.mkdir()
-    for program, call in {"pipeline": "-m pipeline", "python": ""}.items():
-        (programs / program).write_text(f'#!/bin/sh\nexec {sys.executable} {call} "$@"\n')
-        (programs / program).chmod(0o755)
     return folder
 
 
-def typed(folder: Path, command: str) -> str:
+@pytest.fixture
+def folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to the folder; child processes find this Python and the repository's modules."""
+    monkeypatch.chdir(shared)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return shared
+
+
+def typed(command: str) -> str:
     """Run a command, which must exit with 0, and return its output."""
-    variables = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    ended = subprocess.run(command, shell=True, cwd=folder, env={**os.environ, **variables}, text=True,
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    ended = subprocess.run(command, shell=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert ended.returncode == 0, f"{command}\n{ended.stdout[-4000:]}"
     return ended.stdout
 
@@ -56,39 +57,43 @@ def sessions(block: Block) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("block", CONSOLE, ids=str)
-def test_commands_print_the_shown_lines(block: Block, folder: Path, pipe, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(folder)
+@pytest.mark.usefixtures("folder", "engines_in_threads")
+def test_commands_print_the_shown_lines(block: Block, pipe):
+    """Commands of this package and their engines run in this process, which saves imports of torch."""
     for command, shown in sessions(block):
         program, *arguments = shlex.split(command)
-        if program == "pipeline" and arguments[0] not in IN_A_PROCESS:
+        if program == "pipeline":
             code, *streams = pipe(*arguments)
             printed = "".join(streams)
             assert code == 0, f"{command}\n{printed[-4000:]}"
         else:
-            printed = typed(folder, command)
+            printed = typed(command)
         assert not [line for line in shown if line not in printed], printed
 
 
+def run_script(text: str) -> None:
+    exec(compile(text, "example", "exec"), {"__name__": "__main__"})
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
-def test_python_runs(block: Block, folder: Path):
-    script = folder / "example.py"
-    script.write_text(block.text, encoding="utf-8")
-    typed(folder, "python example.py")
+@pytest.mark.usefixtures("folder", "engines_in_threads")
+def test_python_runs(block: Block):
+    run_script(block.text)
 
 
-def test_the_notebook_runs(folder: Path):
+@pytest.mark.usefixtures("folder", "engines_in_threads")
+def test_the_notebook_runs(capsys: pytest.CaptureFixture):
     cells = json.loads((ROOT / "docs" / "python.ipynb").read_text(encoding="utf-8"))["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    (folder / "notebook.py").write_text("\n\n".join(code), encoding="utf-8")
-    assert "20 rows, 0 errors" in typed(folder, "python notebook.py")
+    run_script("\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    assert "20 rows, 0 errors" in capsys.readouterr().out
 
 
-def test_drafts_change_no_text(folder: Path):
+def test_drafts_change_no_text(shared: Path):
     """The two outputs of docs/speculation.md are equal."""
     import pyarrow.parquet as pq
 
     def texts(output: str) -> list[dict]:
-        table = pq.read_table(folder / "out" / output, columns=["report_id", "generated_text"])
+        table = pq.read_table(shared / "out" / output, columns=["report_id", "generated_text"])
         return table.sort_by("report_id").to_pylist()
 
     assert texts("try") == texts("plain")

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 LAYERS = 3
-SHAPE = small_config(512, 1024, LAYERS, 4, 2, head_dim=64, max_position_embeddings=2048)
+DEPTH = {"bfloat16": 128, "AWQ": 512}  # of linears: 4-bit ones are divided among programs above some depth
 BLOCK, ROWS, CONTEXT = 16, 8, 320
 # torch's operations without a kernel, except views.
 NO_KERNEL = {"empty", "empty_like", "empty_strided", "new_empty"}
@@ -163,13 +163,13 @@ MODELS: list[tuple[str, dict[str, Any], list[tuple[int, int, int]]]] = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Write checkpoints of SHAPE, by the kind of weights."""
-    folder = tmp_path_factory.mktemp("launches")
-    plain = write_checkpoint(folder / "plain", Family("qwen3", "qwen3"), SHAPE, seed=4)
-    return {
-        "bfloat16": plain,
-        "AWQ": quantize_randomly(plain, folder / "int4", group_size=128, zero_point=True, seed=5),
-    }
+    """Write checkpoints by the kind of weights."""
+    folder, plain = tmp_path_factory.mktemp("launches"), {}
+    for kind, depth in DEPTH.items():
+        shape = small_config(depth, 2 * depth, LAYERS, 4, 2, head_dim=64, max_position_embeddings=2048)
+        plain[kind] = write_checkpoint(folder / kind, Family("qwen3", "qwen3"), shape, seed=4)
+    awq = quantize_randomly(plain["AWQ"], folder / "int4", group_size=128, zero_point=True, seed=5)
+    return {"bfloat16": plain["bfloat16"], "AWQ": awq}
 
 
 @pytest.mark.parametrize(("weights", "options", "expected"), MODELS)

@@ -16,6 +16,7 @@ from pipeline.report.estimate import Estimate, Interval, compare
 from pipeline.report.faults import LostWork
 from pipeline.report.record.run_record import PHASES, ActorRecord, RunRecord, no_phases
 
+pytestmark = pytest.mark.usefixtures("engines_in_threads")
 JOB = ["jobs/summarize.yaml", "--limit", "96", "--set", "sampling.max_tokens=24"]
 
 

@@ -16,7 +16,7 @@ from tests.adapters import write_adapter
 from tests.job.conftest import Job
 from tools.demo.measure import load
 
-pytestmark = pytest.mark.usefixtures("without_ray")
+pytestmark = pytest.mark.usefixtures("without_ray", "engines_in_threads")
 STYLES = ["a", None, "b", "a", "c", "b", None, "b", "a", "a"]
 
 

@@ -72,7 +72,7 @@ def test_a_job_without_them_keeps_its_identity(job):
         run(job, sampling={"max_tokens": 6, "prompt_logprobs": 0})
 
 
-def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job):
+def test_they_are_the_engines_also_of_prompts_that_share_a_beginning(job, engines_in_threads):
     """The prefix of other rows is cached but not used: all tokens of each prompt have log-probabilities."""
     start = "The pump in the hall was repaired by the team of the night, and the report says that it "
     texts = [f"{start}ran {i} hours" for i in range(4)] + ["ran"]

@@ -23,7 +23,7 @@ from tests.job.conftest import TEXTS, runs
 from tests.job.conftest import run as run_fakes
 from tests.model_folders import FAMILIES, make_family
 
-pytestmark = pytest.mark.usefixtures("without_ray")
+pytestmark = pytest.mark.usefixtures("without_ray", "engines_in_threads")
 PROMPTS = [f"site Tor #{i}; unit pump; fault noise {i}; cause a loose wire; Summary:" for i in range(24)]
 SHARE = 0.5
 

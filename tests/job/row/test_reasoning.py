@@ -26,7 +26,7 @@ PROMPTS = [
     for i in range(9)
 ]
 
-pytestmark = pytest.mark.usefixtures("without_ray")
+pytestmark = pytest.mark.usefixtures("without_ray", "engines_in_threads")
 
 
 def configured(job, **sampling):

@@ -15,7 +15,7 @@ from tests.job.conftest import runs
 LOOP = {"max_pattern_size": 24, "min_count": 3}
 PROMPTS = [f"The pump number {i} was repaired by the" for i in range(8)]
 
-pytestmark = pytest.mark.usefixtures("without_ray")
+pytestmark = pytest.mark.usefixtures("without_ray", "engines_in_threads")
 
 
 def configured(job, output="out", **sampling):

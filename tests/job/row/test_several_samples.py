@@ -145,7 +145,7 @@ def test_error_rows_are_computed_again_with_all_their_samples(job):
     check(job, TEXTS[:16])
 
 
-def test_samples_of_the_real_model_are_those_of_separate_requests(job):
+def test_samples_of_the_real_model_are_those_of_separate_requests(job, engines_in_threads):
     texts = [f"The pump number {i} was repaired by the" for i in range(3)]
     job.rows(texts)
     sampling = {"max_tokens": 12, "temperature": 0.8, "n": 4}

@@ -22,7 +22,7 @@ SCHEMAS = [
 ]
 
 
-def test_every_row_keeps_to_its_own_schema(job, without_ray):
+def test_every_row_keeps_to_its_own_schema(job, without_ray, engines_in_threads):
     rows = [json.dumps(SCHEMAS[row % 3]) for row in range(12)]
     rows += ['{"uniqueItems":true,"type":"array"}', "{", '{"const":"\\u00e9~"}', None]
     table = pa.table({"id": range(len(rows)), "text": [f"row {i}" for i in range(len(rows))], "schema": rows})
@@ -59,7 +59,7 @@ def test_every_row_keeps_to_its_own_schema(job, without_ray):
     assert work.grammar_mask_us > 0
 
 
-def test_rows_that_finish_invalid_are_error_rows(job, without_ray):
+def test_rows_that_finish_invalid_are_error_rows(job, without_ray, engines_in_threads):
     """They count like others: more of them than `run.max_error_rate` allows stop the job with its exit code."""
     table = pa.table({"id": range(16), "text": [f"row {i}" for i in range(16)]})
     pq.write_table(table, job.folder / "in" / "f.parquet")

@@ -304,6 +304,7 @@ def test_a_plan_expects_no_generated_tokens(make_job, monkeypatch):
     assert "a task that generates nothing" in estimate_text(found)
 
 
+@pytest.mark.usefixtures("engines_in_threads")
 @torch.inference_mode()
 def test_a_real_engine_classifies_as_transformers_does(tmp_path):
     """A random checkpoint with a head, through a whole job: chats, batches and the activation of config.json."""

@@ -16,6 +16,7 @@ from tests.model_folders import FAMILIES, make_family, small_config, write_check
 from tests.tokenization.family_templates import GEMMA, GPT_OSS
 from tests.weights.packers import mxfp4_experts
 
+pytestmark = pytest.mark.usefixtures("engines_in_threads")
 ROOT = Path(__file__).parents[3]
 COLUMNS = {  # the results of each job file
     "classify-chat": {"label"},

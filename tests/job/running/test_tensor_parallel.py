@@ -16,8 +16,13 @@ from pipeline.engine.parallel.group import RANK_MODULE
 
 pytestmark = pytest.mark.timeout(900)  # Ray starts slowly on a machine that runs other tests
 ROOT = Path(__file__).parents[3]
-NUM_ROWS = 192
-SETTINGS = ("engine.dtype=float32", "sampling.max_tokens=48", "run.window_rows=96", "output.rows_per_file=32")
+NUM_ROWS = 96
+UNIT_ROWS = 16
+# One unit fills an engine, so that units end one after the other.
+SETTINGS = (
+    "engine.dtype=float32", f"engine.max_num_seqs={UNIT_ROWS}", "sampling.max_tokens=24",
+    f"run.window_rows={NUM_ROWS // 2}", f"output.rows_per_file={UNIT_ROWS}",
+)  # fmt: skip
 
 
 def start(output: Path, *settings: str, **environ: str) -> "subprocess.Popen[str]":
@@ -43,7 +48,7 @@ def rows(output: Path) -> dict[int, str]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     output = tmp_path_factory.mktemp("one") / "out"
-    finish(start(output))
+    finish(start(output, f"run.window_rows={NUM_ROWS}"))  # one window needs no Ray
     return rows(output)
 
 
@@ -78,7 +83,7 @@ def test_rows_after_a_killed_rank_and_a_killed_driver(tmp_path: Path, expected: 
     others = ranks_below(run.pid)
     os.killpg(run.pid, signal.SIGKILL)
     run.communicate()
-    assert 0 < len(list(output.glob("*.parquet"))) < NUM_ROWS // 32
+    assert 0 < len(list(output.glob("*.parquet"))) < NUM_ROWS // UNIT_ROWS
     psutil.wait_procs(others, timeout=10)
     assert not any(process.is_running() for process in others)
     finish(start(output, two))
