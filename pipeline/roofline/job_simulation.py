@@ -77,14 +77,15 @@ class RunningRequests:
 
     def admit(self) -> None:
         size, new, peak = self.batching.block_size, [], None
+        running_blocks, new_blocks = int(self.blocks.sum()), 0
         while self.waiting and len(self.computed) + len(new) < self.batching.max_num_seqs:
             is_first = not self.has_prefix
             if is_first and (new or len(self.computed)):
                 break  # the first request computes the prefix; the others wait until it is cached
             request = self.waiting[0]
             own = -(-(request.prompt + request.output) // size) - self.shared_blocks
-            joining = own + self.shared_blocks * is_first + sum(blocks for *_, blocks in new)
-            if self.holds_prefix + int(self.blocks.sum()) + joining > self.num_blocks:
+            joining = own + self.shared_blocks * is_first + new_blocks
+            if self.holds_prefix + running_blocks + joining > self.num_blocks:
                 peak = self._peak_blocks() if peak is None else peak
                 if self.holds_prefix + peak + joining > self.num_blocks:
                     if not new and not len(self.computed):
@@ -98,6 +99,7 @@ class RunningRequests:
                 self.holds_prefix = self.shared_blocks
             start = 0 if is_first else self.shared_blocks * size
             new.append((start, request.prompt, request.prompt + request.output - 1, own))
+            new_blocks += own
         if new:  # a request's last token is sampled and not computed
             fresh = np.array(new, dtype=np.int64).T
             self.computed, self.prompt, self.end, self.blocks = (

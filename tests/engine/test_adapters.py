@@ -65,7 +65,7 @@ def check(case: Case, engine: Engine, prompts: list[list[int]], num_tokens: int 
     adapters = [NAMES[i % len(NAMES)] for i in range(len(prompts))]
     done, seen = engine.generate(prompts, greedy(num_tokens), adapters), Agreement()
     for prompt, name, completion in zip(prompts, adapters, done, strict=True):
-        expected = greedy_reference(case.models[name], prompt, num_tokens)
+        expected = greedy_reference(case.models[name], prompt, num_tokens, completion.token_ids)
         compare_greedy(case.models[name], prompt, completion.token_ids, expected, seen)
     assert seen.near_ties <= 1
     return [completion.num_cached_tokens for completion in done]
