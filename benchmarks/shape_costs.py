@@ -13,7 +13,7 @@ from pipeline.roofline.job_simulation import RequestTokens
 
 def resident_bytes(weights: Weights, size: DecoderSize) -> float:
     """Return the bytes of the linears, the embedding and the head (tied ones counted twice)."""
-    cached_bytes = DENSE_BYTES if weights.int4 and weights.cached else 0.0
+    cached_bytes = DENSE_BYTES if weights.packed_bits is not None and weights.cached else 0.0
     linears = (size.linear_parameters - size.expert_parameters) * (weights.read_bytes + cached_bytes)
     return linears + size.expert_parameters * weights.expert_bytes + 2 * size.head_parameters * DENSE_BYTES
 
@@ -29,9 +29,9 @@ def kv_room(size: DecoderSize, weights: Weights, card: Ceilings, slack_bytes: fl
 def weight_layout(
     weights: Weights, size: DecoderSize, card: Ceilings, borders: Crossover, max_num_seqs: int
 ) -> Weights:
-    """Return 4-bit weights with `cached` set if 16-bit copies fit in addition to the KV cache, and with `fused_tokens`,
-    the maximum tokens of a step for the fused product. Other weights are returned unchanged."""
-    if not weights.int4:
+    """Return packed weights with `cached` set if 16-bit copies fit in addition to the KV cache, and `fused_tokens`, the
+    maximum tokens of a step for the fused product. Other weights are returned unchanged."""
+    if weights.packed_bits is None:
         return weights
     cached = replace(weights, cached=True, fused_tokens=borders.cached)
     if kv_room(size, cached, card, SLACK_BYTES) >= cache_before_dense(max_num_seqs, EXPECTED_TOKENS):

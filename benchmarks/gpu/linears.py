@@ -19,7 +19,6 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.linears import Linear
 from pipeline.kernels.reference import prepare_linear
 from pipeline.kernels.select import select_kernels
-from pipeline.roofline.cost_model import DENSE_BYTES
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 from tests.gpu.inputs import random_int4
 
@@ -60,7 +59,7 @@ def linear_times(setting: Setting) -> Iterator[Found]:
     off: dict[str, float] = {}
     for linear, in_features, out_features in setting.size.linears():
         weight = random_int4(out_features, in_features, setting.weights.group_size, random)
-        served = weight if setting.weights.int4 else DenseWeight(weight.dequantize(setting.dtype))
+        served = weight if setting.weights.packed_bits == 4 else DenseWeight(weight.dequantize(setting.dtype))
         dense = prepare_linear(served, setting.dtype, setting.device)
         for path, prepare in linear_paths(served, kernels, setting.dtype, setting.device).items():
             call = None
@@ -155,7 +154,7 @@ def times_to_lines(times: Times, setting: Setting) -> list[str]:
     layer = {path: by_linear[LAYER] for path, by_linear in times.items()}
     size, weights = setting.size, setting.weights
     parameters = size.linear_parameters / size.layers
-    min_bytes = parameters * min(DENSE_BYTES, weights.packed_bytes if weights.int4 else DENSE_BYTES)
+    min_bytes = parameters * weights.read_bytes
     same = [path for path in layer if path in (DENSE, FUSED, CACHED, SCRATCH)]
     rows, late = [], list[str]()
     for tokens in sorted(set().union(*layer.values())):

@@ -19,10 +19,12 @@ from pipeline.model.unsupported import ON_A_SERVER, UNSUPPORTED
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
 from pipeline.weights.config_fields import Fields
 from pipeline.weights.formats import (
+    BLOCK,
     QuantFormat,
     bytes_on_gpu,
     declares_fp8_cache,
     has_only_experts,
+    has_small_blocks,
     is_int4,
     linear_forms,
     quantizes_linears,
@@ -189,20 +191,19 @@ class ModelConfig:
         return ExpertSize(len(found), first.num_experts, first.routing.top_k, first.width, first.shared_width)
 
     def weights_on_card(self, activations: Activations = NOT_ROUNDED) -> Weights:
-        """Return the form of the linears for the cost model: 4-bit integers stay packed, all others are computed in 16
-        bits; if all of them support fp8 activations, they are one byte each. Experts stay as `bytes_on_gpu` says."""
+        """Return the form of the linears for the cost model: 4-bit integers and fp8 stay packed, others are computed in
+        16 bits; with fp8 activations for all of them, they are one byte each. Experts are as `bytes_on_gpu` says."""
         if self.quantization is None:
             return DENSE
         form = replace(AWQ if is_int4(self.quantization) else DENSE, expert_bytes=self.expert_bytes_on_gpu)
         if has_only_experts(self.quantization):
             return form
-        group_size = self.quantization.group_size
-        fp8 = activations.dtype == "fp8" and activations.cover(self.quantization)
-        if fp8 and linear_forms(self.quantization) != {"fp8"}:
-            group_size = None
-        if fp8 or form.int4:
-            return replace(form, group_size=group_size or self.hidden_size, fp8=fp8)
-        return form
+        group_size, is_fp8 = self.quantization.group_size, linear_forms(self.quantization) == {"fp8"}
+        if activations.dtype == "fp8" and activations.cover(self.quantization):
+            return replace(form, group_size=(group_size if is_fp8 else None) or self.hidden_size, fp8=True)
+        if is_fp8 and not has_small_blocks(self.quantization, BLOCK):
+            return replace(form, packed_bits=8)
+        return form if form.packed_bits is None else replace(form, group_size=group_size or self.hidden_size)
 
     @property
     def expert_bytes_on_gpu(self) -> float:

@@ -158,9 +158,10 @@ class DecoderSize:
 class Weights:
     """Storage of the layers' linears. The head stays in 16 bits.
 
-    int4: 4-bit integers in groups of `group_size`, each with a 16-bit scale and a 4-bit zero point. A step uses the
-    fused int4 product up to `fused_tokens` tokens (None: for each linear, if it is faster), else the product of 16-bit
-    weights, which are kept in addition to the int4 ones if `cached`, else written again for each use.
+    packed_bits: 4 are integers in groups of `group_size`, each with a 16-bit scale and a 4-bit zero point; 8 are fp8
+    with a float32 scale per group; None is 16 bits. A step uses the fused product of packed weights up to
+    `fused_tokens` tokens (None: for each linear, if it is faster), else the product of 16-bit weights, which are kept
+    in addition to the packed ones if `cached`, else written again for each use.
 
     fp8: weights for fp8 activations, one byte each and a float32 scale per group; there is one product for any number
     of tokens. The cost of rounding activations is ignored, like other elementwise work.
@@ -169,7 +170,7 @@ class Weights:
     host_bytes: weights in host memory, which each step copies to the card.
     """
 
-    int4: bool
+    packed_bits: int | None = None
     group_size: int = 128
     cached: bool = True
     fused_tokens: int | None = None
@@ -179,19 +180,19 @@ class Weights:
 
     @property
     def packed_bytes(self) -> float:
-        """Bytes of one int4 weight, including its share of the scale and of the zero point."""
-        return 0.5 + (2.0 + 0.5) / self.group_size
+        """Bytes of one packed weight, including its share of the scale and of the zero point."""
+        return 0.5 + (2.0 + 0.5) / self.group_size if self.packed_bits == 4 else 1.0 + SCALE_BYTES / self.group_size
 
     @property
     def read_bytes(self) -> float:
         """Minimum bytes that a product reads per weight."""
         if self.fp8:
             return 1.0 + SCALE_BYTES / self.group_size
-        return self.packed_bytes if self.int4 else DENSE_BYTES
+        return DENSE_BYTES if self.packed_bits is None else self.packed_bytes
 
 
-DENSE = Weights(int4=False)
-AWQ = Weights(int4=True, expert_bytes=0.5 + 4 / 128)
+DENSE = Weights()
+AWQ = Weights(packed_bits=4, expert_bytes=0.5 + 4 / 128)
 
 
 @dataclass(frozen=True)
@@ -314,9 +315,9 @@ class StepSeconds:
 
 
 def linear_seconds(num_tokens: int, inputs: int, outputs: int, weights: Weights, card: Ceilings) -> dict[str, float]:
-    """Return the seconds of one linear by each path that its weights allow: `dense`, `int4`, `scratch` or `fp8`.
+    """Return the seconds of one linear by each path that its weights allow: `dense`, `packed`, `scratch` or `fp8`.
 
-    scratch: the 16-bit weights are written from the int4 ones and read again. Raises ConfigError for fp8 on a card
+    scratch: the 16-bit weights are written from the packed ones and read again. Raises ConfigError for fp8 on a card
     without fp8 products.
     """
     parameters, reached = inputs * outputs, card.reached
@@ -326,16 +327,16 @@ def linear_seconds(num_tokens: int, inputs: int, outputs: int, weights: Weights,
             raise ConfigError(f"{card.name}: does not support products of fp8 activations")
         return {"fp8": max(weights.read_bytes * parameters / bytes_per_s, flops / (card.fp8_flops_per_s * reached.fp8))}
     dense_s = max(DENSE_BYTES * parameters / bytes_per_s, flops / (card.flops_per_s * reached.gemm))
-    if not weights.int4:
+    if weights.packed_bits is None:
         return {"dense": dense_s}
     packed = weights.packed_bytes * parameters
-    int4_s = max(packed / (card.bytes_per_s * reached.int4_read), flops / (card.flops_per_s * reached.int4))
-    paths = {"int4": int4_s, "dense": dense_s}
+    packed_s = max(packed / (card.bytes_per_s * reached.int4_read), flops / (card.flops_per_s * reached.int4))
+    paths = {"packed": packed_s, "dense": dense_s}
     if not weights.cached:
-        paths = {"int4": int4_s, "scratch": dense_s + (packed + DENSE_BYTES * parameters) / bytes_per_s}
+        paths = {"packed": packed_s, "scratch": dense_s + (packed + DENSE_BYTES * parameters) / bytes_per_s}
     if weights.fused_tokens is None:
         return paths
-    return {name: s for name, s in paths.items() if (name == "int4") == (num_tokens <= weights.fused_tokens)}
+    return {name: s for name, s in paths.items() if (name == "packed") == (num_tokens <= weights.fused_tokens)}
 
 
 def expert_seconds(num_tokens: int, size: DecoderSize, weights: Weights, card: Ceilings) -> float:

@@ -17,7 +17,7 @@ def test_room_is_what_the_weights_leave():
     weights = resident_bytes(DENSE, SIZE)
     assert weights == 2 * (SIZE.linear_parameters + 2 * SIZE.head_parameters)
     assert kv_room(SIZE, DENSE, CARD, 1e6) == int((0.9e9 - 1e6 - weights) // SIZE.kv_bytes_per_token())
-    scratch = Weights(int4=True, cached=False)
+    scratch = Weights(packed_bits=4, cached=False)
     assert resident_bytes(scratch, SIZE) < weights < resident_bytes(AWQ, SIZE)
     assert kv_room(SIZE, DENSE, Ceilings("small", 1e9, 1e12, 1e6)) == 0
     two = replace(CARD, num_cards=2)

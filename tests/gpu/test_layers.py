@@ -82,7 +82,7 @@ def test_linears_by_path(target: Target, name: str) -> None:
         size, weights = model_size(model)
         inputs, outputs = next((k, n) for each, k, n in size.linears() if each == name)
         int4 = random_int4(outputs, inputs, GROUP, torch.Generator().manual_seed(1))
-        weight = int4 if weights.int4 else DenseWeight(int4.dequantize(target.dtype))
+        weight = int4 if weights.packed_bits == 4 else DenseWeight(int4.dequantize(target.dtype))
         for path, (prepare, prepare_exact) in paths_of(weight, target).items():
             linear, exact = prepare(), prepare_exact()
             assert linear is not None

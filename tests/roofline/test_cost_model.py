@@ -27,7 +27,7 @@ from pipeline.roofline.cost_model import (
 SIZE = DecoderSize(hidden=256, intermediate=512, layers=2, heads=4, kv_heads=2, head_dim=64, vocab=1000)
 LLAMA_8B = DecoderSize(4096, 14_336, 32, 32, 8, 128, 128_256)
 CARD = Ceilings("a card", 1e9, 1e12, 1e9)
-SCRATCH = Weights(int4=True, cached=False)
+SCRATCH = Weights(packed_bits=4, cached=False)
 
 
 def step(counts, contexts, rows):
@@ -85,8 +85,10 @@ def test_int4_weights_take_the_path_that_is_faster():
     slow_int4 = replace(CARD, reached=Reached(gemm=0.8, int4=0.4, int4_read=0.5))
     few, many = (linear_seconds(m, 1024, 1024, AWQ, slow_int4) for m in (1, 100_000))
     packed = 0.5 + 2.5 / 128
-    assert few == pytest.approx({"int4": packed * 2**20 / 0.5e9, "dense": 2 * 2**20 / 1e9})
-    assert many["int4"] == pytest.approx(2 * many["dense"])
+    assert few == pytest.approx({"packed": packed * 2**20 / 0.5e9, "dense": 2 * 2**20 / 1e9})
+    assert many["packed"] == pytest.approx(2 * many["dense"])
+    fp8 = linear_seconds(1, 1024, 1024, Weights(packed_bits=8), slow_int4)
+    assert fp8 == pytest.approx(few | {"packed": (1 + 4 / 128) * 2**20 / 0.5e9})
     tokens = step([1] * 2000, [1] * 2000, 0)
     linears_s = step_seconds(tokens, SIZE, AWQ, slow_int4).linears_s
     assert linears_s == pytest.approx(step_seconds(tokens, SIZE, DENSE, slow_int4).linears_s)
@@ -99,9 +101,9 @@ def test_int4_weights_take_the_path_that_is_faster():
 
 def test_a_fixed_border_decides_the_path():
     served = replace(AWQ, fused_tokens=64)
-    assert [set(linear_seconds(m, 512, 512, served, CARD)) for m in (1, 64, 65)] == [{"int4"}, {"int4"}, {"dense"}]
+    assert [set(linear_seconds(m, 512, 512, served, CARD)) for m in (1, 64, 65)] == [{"packed"}, {"packed"}, {"dense"}]
     made = replace(SCRATCH, fused_tokens=192)
-    assert [set(linear_seconds(m, 512, 512, made, CARD)) for m in (192, 193)] == [{"int4"}, {"scratch"}]
+    assert [set(linear_seconds(m, 512, 512, made, CARD)) for m in (192, 193)] == [{"packed"}, {"scratch"}]
     tokens = step([1] * 100, [9] * 100, 0)
     assert step_seconds(tokens, SIZE, served, CARD).linears_s > step_seconds(tokens, SIZE, AWQ, CARD).linears_s
 
