@@ -30,13 +30,12 @@ if not Path("/dev/nvidiactl").exists():
 REAL_ENGINES = (
     "tests/cluster/test_submit.py",
     "tests/benchmarks/test_job.py",
-    "tests/docs/test_console.py",
     "tests/faults/",
 )
 JOBS = (*REAL_ENGINES, "tests/job/dataflow/")
-# Folders of the slowest files, up to a minute each.
-LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/",
-        "tests/benchmarks/")  # fmt: skip
+# The slowest files, up to a minute each, by their folders.
+LONG = ("tests/job/", "tests/engine/", "tests/gpu/", "tests/kernels/", "tests/parity/", "tests/benchmarks/",
+        "tests/docs/test_console.py")  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
