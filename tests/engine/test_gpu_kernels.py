@@ -119,7 +119,7 @@ def test_captured_steps_give_the_reference_tokens(
 def test_drafts_checked_in_captured_steps_give_the_reference_tokens(int4_folder: Path, deterministic: bool) -> None:
     """The draft model is the target with some tokens changed, so all, some and none of a row's drafts are accepted."""
     prompts = [[7, 9, 11, 4], [200, 3]]
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
     with engine_of(int4_folder, "reference") as engine:
         expected = [completion.token_ids for completion in engine.generate(prompts, params)]
     speculation = {"method": "draft_model", "model": str(int4_folder), "num_speculative_tokens": 2, "forced": True}

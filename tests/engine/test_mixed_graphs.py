@@ -81,15 +81,16 @@ def replayed_and_compared(function: Callable[[], None]) -> Callable[[], None]:
     return replay
 
 
-def tokens_of(engine: Engine) -> list[list[int]]:
+def tokens_of(engine: Engine, max_tokens: int) -> list[list[int]]:
     """Return completions of a prompt in several chunks, of prompts that share its beginning, long enough to be read
-    together, and of short ones; more than run at once."""
+    together, and of short ones; more than run at once. max_tokens: of the first ones."""
     rng = np.random.default_rng(3)
     stem = rng.integers(0, 255, 133).tolist()
     prompts = [stem + rng.integers(0, 255, 3).tolist()]
     prompts += [rng.integers(0, 255, length).tolist() for length in (15, 30, 14)]
     prompts += [stem + rng.integers(0, 255, length).tolist() for length in (14, 2, 9)]
-    params = [SamplingParams(max_tokens=(12, 14, 12, 14, 3, 4, 3)[n], ignore_eos=True) for n in range(len(prompts))]
+    lengths = [max_tokens, max_tokens + 2] * 2 + [3, 4, 3]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True) for length in lengths]
     with engine:
         return [completion.token_ids for completion in engine.generate(prompts, params)]
 
@@ -101,7 +102,8 @@ def test_captured_mixed_steps_give_the_reference_tokens(
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     options = SIZES | KINDS[kind]
     of_reference = {name: value for name, value in options.items() if name not in ("speculation", "deterministic")}
-    expected = tokens_of(engine_of(folder, "reference", **of_reference))
+    max_tokens = 12 if "preempted" in kind else 4  # long rows grow out of the blocks
+    expected = tokens_of(engine_of(folder, "reference", **of_reference), max_tokens)
     engine = engine_of(folder, "triton", **options)
     is_ahead = "one step ahead" in kind
     sizes = {"max_num_seqs": 4, "max_queries": 3 if "drafts" in kind else 1, "max_tokens": 4}
@@ -116,7 +118,7 @@ def test_captured_mixed_steps_give_the_reference_tokens(
         return supports(step, *rest)
 
     runner._graphs.supports = supports_or_recorded
-    assert tokens_of(engine) == expected
+    assert tokens_of(engine, max_tokens) == expected
     mixed = [step for step in steps if np.diff(step.query_start_S1).max() > runner._graphs._attention.max_queries]
     assert len(mixed) >= 3, "prompts are replayed"
     assert {len(step.token_id_T) for step in mixed} - {16, 24, 32, 40}, "some are padded"
