@@ -38,9 +38,6 @@ class EngineThread:
             raise subprocess.TimeoutExpired("engine", timeout or 0)
         return 0
 
-    def poll(self) -> int | None:
-        return None if self._thread.is_alive() else 0
-
 
 def run_engines_in_threads(patch: pytest.MonkeyPatch) -> None:
     """Start engines of jobs in threads. Only the main thread may handle signals, and only the engine's thread exits."""
