@@ -12,10 +12,10 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -69,26 +69,29 @@ def fetch_model(
     retries: RetryCounts | None = None,
     key: str = "model.path",
     config: str = "config.json",
+    files: Sequence[str] | None = None,
 ) -> Path:
     """Return the local folder with the model's files: the cached copy if it is intact, else a new download.
 
-    key: the job file's key, for messages. config: the JSON file that the folder must have. Raises ModelError if the url
-    holds no supported model, EnvironmentFailed if the store or the disk fails.
+    key: the job file's key, for messages. config: the JSON file that the folder must have. files: names of the only
+    files to download, instead. Raises ModelError if the url holds no supported model, EnvironmentFailed if the store or
+    the disk fails.
     """
     model = _opened(url, storage, retries, key, config)
     if isinstance(model, Path):
         return model
-    files = model.files()
-    entry = cache / model.entry_of(files)
+    model = replace(model, only=None if files is None else tuple(files))
+    listed = model.files()
+    entry = cache / model.entry_of(listed)
     if _is_intact(entry):
         return entry
-    with _disk(cache):
+    with disk_errors(cache):
         cache.mkdir(parents=True, exist_ok=True)
-        with _lock(cache / f".{entry.name}.lock") as is_locked:
+        with entry_lock(cache / f".{entry.name}.lock") as is_locked:
             if not _is_intact(entry):  # no other process downloaded it while this one waited
                 if is_locked:
                     _remove(cache, entry)
-                _download(model, files, entry, log)
+                _download(model, listed, entry, log)
     return entry
 
 
@@ -123,11 +126,14 @@ class _StoredModel:
     shown: str
     key: str
     config: str
+    only: tuple[str, ...] | None = None  # names of the wanted files; None: those of PATTERNS
 
     def files(self) -> list[_Remote]:
         with self.translated_errors():
             listed = self.fs.ls(self.root)
             found = _files_in(listed)
+            if self.only is not None:
+                return self.named(found, self.only)
             if "modules.json" in [f.name for f in found]:  # sentence-transformers: modules have folders (`pooling`)
                 for folder in [e["name"].rstrip("/") for e in listed if e["type"] == "directory"]:
                     below = folder.rpartition("/")[2]
@@ -143,6 +149,12 @@ class _StoredModel:
                 problem = f"has only pickles ({pickles[0]}), which can run code and are never read"
             raise ModelError(f"{self.key} {self.shown}: {problem}; expected *.safetensors files")
         return files
+
+    def named(self, found: list[_Remote], names: Sequence[str]) -> list[_Remote]:
+        by_name = {file.name: file for file in found}
+        if absent := [name for name in names if name not in by_name]:
+            raise ModelError(f"{self.key} {self.shown}: has no {absent[0]}")
+        return [by_name[name] for name in names]
 
     def entry_of(self, files: list[_Remote]) -> str:
         """Return the name of the cache entry of these files."""
@@ -284,7 +296,7 @@ def _remove(cache: Path, entry: Path) -> None:
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[bool]:
+def entry_lock(path: Path) -> Iterator[bool]:
     """Lock an entry against other processes; the lock is released if its holder dies.
 
     Yields False on a disk without locks: two processes may then download, and one rename wins.
@@ -299,7 +311,7 @@ def _lock(path: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def _disk(cache: Path) -> Iterator[None]:
+def disk_errors(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as e:

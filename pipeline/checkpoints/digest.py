@@ -15,7 +15,7 @@ NUM_SAMPLES = 16
 # Files of a checkpoint other than its weights and config.json.
 AUXILIARY_FILES = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
                   "merges.txt", "chat_template.*")  # fmt: skip
-_IDENTITY = ("config.json", *AUXILIARY_FILES, "*.safetensors", "*.safetensors.index.json")
+_IDENTITY = ("config.json", *AUXILIARY_FILES, "*.safetensors", "*.safetensors.index.json", "*.gguf")
 
 
 def model_digest(folder: Path) -> dict[str, str]:

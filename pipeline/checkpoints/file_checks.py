@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.errors import ModelError
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pickles, no code
+GGUF_TABLE = "gguf.json"  # describes the tensors of GGUF files, in a folder that `gguf_folder.py` made
 MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint with a thousand experts has 10 MB
 
 

@@ -1,15 +1,18 @@
 """Resolution of `model.path` to a local folder.
 
-Only this module interprets it: an embedded model (`demo`, `demo:...`), a folder, an fsspec url, or a Hugging Face id.
+Only this module interprets it: an embedded model (`demo`, `demo:...`), a folder, an fsspec url, or a Hugging Face id;
+or a GGUF file in one of the last three (`folder/x.gguf`, `owner/name/x.gguf`).
 """
 
 import os
+import posixpath
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.checkpoints.cache import cache_folder, fetch_model
-from pipeline.checkpoints.file_checks import PATTERNS
+from pipeline.checkpoints.file_checks import GGUF_TABLE, PATTERNS
 from pipeline.demo import NAMES, demo_model
 from pipeline.errors import ModelError
 from pipeline.machine.caches import hub_folder
@@ -19,6 +22,7 @@ from pipeline.stores.retries import RetryCounts
 
 ModelKind = Literal["embedded", "url", "folder", "id", "missing", "none"]
 
+_SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 EMBEDDED_MODELS = ("demo", *(f"demo:{name}" for name in NAMES))
 
 
@@ -26,7 +30,7 @@ NO_CHECKPOINT = "(none)"  # the path of a model that only a server knows
 
 
 def model_kind(path: str) -> ModelKind:
-    """Return the kind of model that `path` names. `missing`: a path that does not exist, or a file."""
+    """Return the kind of model that `path` names. `missing`: a path that does not exist, or a file other than GGUF."""
     if path == "demo" or path.startswith("demo:"):
         return "embedded"
     if path == NO_CHECKPOINT:
@@ -35,8 +39,21 @@ def model_kind(path: str) -> ModelKind:
         return "url"
     location = os.path.expanduser(path)
     if os.path.exists(location):  # False without the permission to look
-        return "folder" if os.path.isdir(location) else "missing"
-    return "id" if path.count("/") == 1 and not path.startswith((".", "/", "~")) else "missing"
+        return "folder" if os.path.isdir(location) or is_gguf(path) else "missing"
+    return "id" if path.count("/") == 1 + is_gguf(path) and not path.startswith((".", "/", "~")) else "missing"
+
+
+def is_gguf(path: str) -> bool:
+    """Return whether `path` names a GGUF file."""
+    return path.endswith(".gguf")
+
+
+def split_files(name: str) -> list[str]:
+    """Return the names of all files of a GGUF checkpoint, given one of them."""
+    match = _SPLIT.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match[1]}-{index:05d}-of-{match[2]}.gguf" for index in range(1, int(match[2]) + 1)]
 
 
 def resolve_model(
@@ -56,9 +73,13 @@ def resolve_model(
     """
     if is_url(path):
         log = log or (lambda text: None)
-        folder = fetch_model(path, storage_for(path, storage or {}), cache_folder(log=log), log, retries, key)
+        url, name = posixpath.split(path) if is_gguf(path) else (path, None)
+        cache, options = cache_folder(log=log), storage_for(path, storage or {})
+        files = None if name is None else split_files(name)
+        folder = fetch_model(url, options, cache, log, retries, key, files=files)
+        folder = folder if name is None else _converted(folder / name, log)
     else:
-        folder = locate_model(path, revision)
+        folder = locate_model(path, revision, log)
     if reason := checkpoint_problem(str(folder)):
         raise ModelError(f"{key} {shown_url(path)}: {reason}")
     return folder.resolve()
@@ -69,7 +90,7 @@ def resolve_tokenizer(
 ) -> Path:
     """Return the local folder of a checkpoint whose weights are not needed: of a Hugging Face id only the other files
     are downloaded. Raises as `resolve_model`."""
-    if model_kind(path) == "id":
+    if model_kind(path) == "id" and not is_gguf(path):
         return download(path, revision, [pattern for pattern in PATTERNS if "safetensors" not in pattern])
     return resolve_model(path, storage, None, retries, revision=revision)
 
@@ -84,12 +105,17 @@ def folder_here(path: str, revision: str | None = None) -> Path | None:
         return None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(path, "tokenizer.json", revision=revision, cache_dir=hub_folder())
-    return Path(found).parent if isinstance(found, str) else None
+    repository, names = _of_id(path)
+    wanted = names or ["tokenizer.json"]
+    found = [try_to_load_from_cache(repository, name, revision=revision, cache_dir=hub_folder()) for name in wanted]
+    if not all(isinstance(file, str) for file in found):
+        return None
+    return _converted(Path(str(found[0]))) if names else Path(str(found[0])).parent
 
 
-def locate_model(name: str, revision: str | None = None) -> Path:
+def locate_model(name: str, revision: str | None = None, log: Callable[[str], None] | None = None) -> Path:
     """Return the folder of a model that is not at a url. Download a Hugging Face id once, without pickles and code.
+    For GGUF files it is the folder of `gguf_folder`.
 
     Raises ModelError with what was tried.
     """
@@ -102,10 +128,38 @@ def locate_model(name: str, revision: str | None = None) -> Path:
         except KeyError as error:
             raise ModelError(f"model {name!r}: {error.args[0]}") from None
     if kind == "folder":
-        return Path(os.path.expanduser(name))
+        location = Path(os.path.expanduser(name))
+        file = location if is_gguf(name) else _only_gguf(location)
+        return location if file is None else _converted(file, log)
     if kind != "id":
         raise ModelError(f"model {name!r}: {checkpoint_problem(name)}")
-    return download(name, revision)
+    repository, names = _of_id(name)
+    folder = download(repository, revision, names or PATTERNS)
+    return _converted(folder / names[0], log) if names else folder
+
+
+def _of_id(name: str) -> tuple[str, list[str]]:
+    """Return the Hugging Face id, and the names of the GGUF files if `name` ends with one."""
+    return (name.rpartition("/")[0], split_files(name.rpartition("/")[2])) if is_gguf(name) else (name, [])
+
+
+def _converted(file: Path, log: Callable[[str], None] | None = None) -> Path:
+    from pipeline.checkpoints.gguf_folder import gguf_folder  # imports torch
+
+    return gguf_folder(file, log)
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """Return the GGUF file, or the first of a split one, if the folder's weights are in it alone."""
+    names = _gguf_names(folder)
+    if names and not any((folder / name).exists() for name in (GGUF_TABLE, "model.safetensors.index.json")):
+        is_other = any(folder.glob("*.safetensors"))
+        return None if is_other or names != split_files(names[0]) else folder / names[0]
+    return None
+
+
+def _gguf_names(folder: Path) -> list[str]:
+    return sorted(file.name for file in folder.iterdir() if is_gguf(file.name))
 
 
 def checkpoint_problem(name: str) -> str:
@@ -114,9 +168,10 @@ def checkpoint_problem(name: str) -> str:
     if not os.path.exists(location):
         return "no such folder, and not a Hugging Face id (owner/name)"
     if not location.is_dir():
-        kind = "a GGUF file" if location.suffix == ".gguf" else "a file"
-        return f"is {kind}; expected the folder of a safetensors checkpoint"
+        return "" if is_gguf(name) else "is a file; expected the folder of a safetensors checkpoint, or a GGUF file"
     try:
+        if _only_gguf(location) is not None:
+            return ""
         names = {file.name for file in location.iterdir()}
     except OSError as error:
         return f"cannot be read: {error.strerror}"
@@ -126,8 +181,8 @@ def checkpoint_problem(name: str) -> str:
         return "is an empty folder; expected the folder of a safetensors checkpoint"
     if "adapter_config.json" in names:
         return "has adapter_config.json but no config.json: a LoRA adapter; it belongs in model.adapters"
-    if any(found.endswith(".gguf") for found in names):
-        return "has GGUF files but no config.json; expected a safetensors checkpoint"
+    if ggufs := sorted(found for found in names if is_gguf(found)):
+        return f"has several GGUF files; name one of them: {location / ggufs[0]}"
     return "has no config.json; expected the folder of a safetensors checkpoint"
 
 

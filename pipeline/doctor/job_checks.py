@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoints.adapters import adapter_here
 from pipeline.checkpoints.cache import cache_folder, check_copy
 from pipeline.checkpoints.chat_template import read_template
-from pipeline.checkpoints.locate import checkpoint_problem, locate_model, model_kind
+from pipeline.checkpoints.locate import checkpoint_problem, folder_here, is_gguf, locate_model, model_kind
 from pipeline.checkpoints.quantizer_files import CONFIG, QUANTIZER_FILES
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source
@@ -55,6 +55,9 @@ def model(setup: Setup) -> Iterator[Check]:
         absent = missing_from_store(path, storage_for(path, setup.storage))
         if absent:
             raise ModelError(f"{shown}: no {' and no '.join(absent)}; expected the folder of a checkpoint")
+        if is_gguf(path):
+            yield Check("model", "folder", "ok", f"{shown}: exists", "Its contents are checked once it is downloaded.")
+            return
         yield Check("model", "folder", "ok", f"{shown}: has {' and '.join(MODEL_FILES)}")
         with _fetched_config(setup) as folder:
             yield from _architecture(folder, setup)
@@ -91,6 +94,8 @@ def served_model(setup: Setup) -> "ServedModel | None":
         return None
     try:
         kind = model_kind(setup.model)
+        if kind == "url" and is_gguf(setup.model):
+            return None
         if kind == "url":
             with _fetched_config(setup) as folder:
                 return ServedModel.read(folder, setup.engine)
@@ -115,6 +120,8 @@ def _fetched_config(setup: Setup) -> Iterator[Path]:
 
 def _cached(name: str, setup: Setup) -> Path | None:
     """Return the cache folder of a Hugging Face model, or None. Downloads nothing."""
+    if is_gguf(name):
+        return folder_here(name, setup.job and setup.job.model.revision)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

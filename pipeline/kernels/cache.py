@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from pipeline.kernels.memory import zeros
+
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126
@@ -48,10 +50,11 @@ class LayerCache:
     ) -> "LayerCache":
         """Allocate a zeroed cache. `dtype` is the model's type or FP8."""
         shape = num_blocks, block_size, num_kv_heads, head_dim
-        keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        keys, values = (zeros(shape, dtype, device) for _ in range(2))
         if dtype != FP8:
             return cls(keys, values)
-        k_scale_CKB, v_scale_CKB = (torch.zeros(num_blocks, num_kv_heads, block_size, device=device) for _ in range(2))
+        scales = num_blocks, num_kv_heads, block_size
+        k_scale_CKB, v_scale_CKB = (zeros(scales, torch.float32, device) for _ in range(2))
         return cls(keys, values, k_scale_CKB, v_scale_CKB)
 
     @property

@@ -1,8 +1,11 @@
-"""Host memory: copies between host and device that do not wait for the device, and huge pages on CPU."""
+"""Host memory: copies between host and device that do not wait for the device, and pages on CPU."""
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 
 import numpy as np
 import torch
@@ -26,6 +29,17 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def staging_buffer(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Allocate int32 host memory, pinned if a GPU copies from it. torch keeps it alive until its copy is done."""
     return torch.empty(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros. On a CPU each page takes memory and time only when it is first written, and Linux may use pages of
+    2 MiB."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = torch.frombuffer(mmap(-1, num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS), dtype=torch.uint8)
+    advise_huge_pages(pages)
+    return pages.view(dtype).view(shape)
 
 
 _MADV_HUGEPAGE = 14

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
+
+from pipeline.weights.packed import LinearWeight, select_outputs
 
 dist: Any = torch.distributed  # process groups of its own: its global one belongs to the caller's program
 MEETING = timedelta(seconds=60)  # for all ranks to connect
@@ -38,9 +39,9 @@ class OneRank:
         """Return the sum over all ranks. May overwrite its input."""
         return x_TH
 
-    def embed(self, token_ids_T: torch.Tensor, embedding_LH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def embed(self, token_ids_T: torch.Tensor, embedding: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
         """Look up embeddings (T, H), of which each rank has its share of the vocabulary."""
-        return F.embedding(token_ids_T, embedding_LH).to(dtype)
+        return select_outputs(embedding, token_ids_T).dequantize(dtype)
 
     def gather_logits(self, logits_RL: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Return the logits (R, V) on the leader; other ranks get an unspecified tensor."""
@@ -90,10 +91,10 @@ class ProcessRanks(OneRank):
             self._exchange(lambda: self._group.allreduce([x_TH], _timed(dist.AllreduceOptions())))
         return x_TH
 
-    def embed(self, token_ids_T: torch.Tensor, embedding_LH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        local_T = token_ids_T - self.rank * len(embedding_LH)
-        is_here_T = (local_T >= 0) & (local_T < len(embedding_LH))
-        x_TH = F.embedding(torch.where(is_here_T, local_T, 0), embedding_LH).to(dtype)
+    def embed(self, token_ids_T: torch.Tensor, embedding: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
+        local_T = token_ids_T - self.rank * embedding.out_features
+        is_here_T = (local_T >= 0) & (local_T < embedding.out_features)
+        x_TH = select_outputs(embedding, torch.where(is_here_T, local_T, 0)).dequantize(dtype)
         return self.sum(x_TH.mul_(is_here_T[:, None]))
 
     def gather_logits(self, logits_RL: torch.Tensor, vocab_size: int) -> torch.Tensor:

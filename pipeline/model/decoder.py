@@ -19,7 +19,7 @@ from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.layer_parts import Norm, Rotation
 from pipeline.kernels.linears import InputKernels, Linear
-from pipeline.kernels.memory import advise_huge_pages, on_device
+from pipeline.kernels.memory import on_device
 from pipeline.kernels.ranks import ONE_RANK, OneRank
 from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import Activation
@@ -28,7 +28,7 @@ from pipeline.model.lora import Adapters
 from pipeline.model.offload import LayerOffload
 from pipeline.model.routed import RoutedExperts
 from pipeline.model.sharding import Share
-from pipeline.weights.packed import DenseWeight
+from pipeline.weights.packed import DenseWeight, LinearWeight, StackedWeight
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,6 @@ class KVCache:
         a step are written."""
         shape = num_blocks + with_spare_block, block_size, config.num_kv_heads, config.head_dim
         layers = [LayerCache.allocate(*shape, dtype, device) for _ in range(config.num_layers)]
-        if device.type == "cpu":
-            for layer in layers:
-                for tensor in layer.tensors:
-                    advise_huge_pages(tensor)
         return cls(layers, with_spare_block)
 
     @property
@@ -80,6 +76,23 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square_(),
 }
+
+
+class StackedLinears:
+    """Linears of several forms that read the same input; their outputs (T, N) follow each other."""
+
+    def __init__(self, parts: list[Linear]) -> None:
+        self.parts = parts
+
+    def __call__(self, x_TK: Any) -> torch.Tensor:
+        return torch.cat([part(x_TK) for part in self.parts], dim=1)
+
+
+def prepared(kernels: Kernels, weight: LinearWeight) -> Linear:
+    """Pack a weight, part by part if its parts have several forms."""
+    if isinstance(weight, StackedWeight):
+        return StackedLinears([kernels.prepare_linear(part) for part in weight.parts])
+    return kernels.prepare_linear(weight)
 
 
 class DecoderLayer:
@@ -111,9 +124,9 @@ class DecoderLayer:
             qk_norm = qk_norm[0].to(device, norm_dtype(config, dtype)), qk_norm[1].to(device, norm_dtype(config, dtype))
         self.qk_norm_D = qk_norm if spec.qk_norm == "head" else None
         self._full_qk_norm = qk_norm if spec.qk_norm == "full" else None
-        self.qkv: Linear = kernels.prepare_linear(weights.qkv)
+        self.qkv: Linear = prepared(kernels, weights.qkv)
         self.o: Linear = kernels.prepare_linear(weights.o)
-        self.gate_up: Linear | None = None if weights.gate_up is None else kernels.prepare_linear(weights.gate_up)
+        self.gate_up: Linear | None = None if weights.gate_up is None else prepared(kernels, weights.gate_up)
         self.down: Linear | None = None if weights.down is None else kernels.prepare_linear(weights.down)
         self.routed: RoutedExperts | None = None
         if weights.routed is not None and spec.experts is not None:
@@ -225,8 +238,7 @@ class Decoder:
         reader = WeightReader(folder, config, device)
         self.config = config = config.local(ranks.size)
         embedding = share.vocabulary(reader.embedding())
-        narrower = embedding.dtype.itemsize < dtype.itemsize  # it is widened per lookup and takes half the memory
-        self.embedding_VH = embedding.to(device, embedding.dtype if narrower else dtype)
+        self.embedding = _lookup_table(embedding, dtype)
         scale = config.embedding_scale
         self.embedding_scale = float(torch.tensor(scale, dtype=dtype)) if config.rounds_embedding_scale else scale
         position = reader.position_embedding()
@@ -243,7 +255,7 @@ class Decoder:
         self.final_norm = reader.final_norm().to(device, norm_dtype(config, dtype))
         self.lm_head: Linear | None = None
         if reader.has_vocabulary_head:
-            head = DenseWeight(embedding) if reader.ties_head else share.head(reader.lm_head())
+            head = embedding if reader.ties_head else share.vocabulary(reader.lm_head())
             self.lm_head = kernels.prepare_linear(head)
         classes = reader.class_head()
         self.class_head_CH = None if classes is None else classes.float().cpu().numpy()
@@ -251,7 +263,6 @@ class Decoder:
         self._decode_steps = None
         if kernels.fused_layer_loop is not None and _is_fusable(config):
             self._decode_steps = kernels.fused_layer_loop(self.layers, config.head_dim, config.norm_eps)
-        self.num_widened = len(reader.widened)
         self.adapters: Adapters | None = None
 
     def forward(
@@ -289,7 +300,7 @@ class Decoder:
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         """Return the input of the first layer (T, H)."""
-        x_TH = self.ranks.embed(token_ids_T, self.embedding_VH, self.dtype)
+        x_TH = self.ranks.embed(token_ids_T, self.embedding, self.dtype)
         if self.position_PH is not None:
             x_TH += self.position_PH[positions_T]
         return x_TH if self.embedding_scale == 1.0 else x_TH.mul_(self.embedding_scale)
@@ -303,6 +314,15 @@ class Decoder:
         if self.config.logit_scale != 1.0:
             logits_RV.mul_(self.config.logit_scale)
         return logits_RV.div_(cap).tanh_().mul_(cap) if cap else logits_RV
+
+
+def _lookup_table(embedding: LinearWeight, dtype: torch.dtype) -> LinearWeight:
+    """Return the embedding as it is kept: quantized, or in the narrower of its own type and `dtype`, which takes less
+    memory; rows are widened when they are looked up."""
+    if not isinstance(embedding, DenseWeight):
+        return embedding
+    narrower = embedding.weight_NK.dtype.itemsize < dtype.itemsize
+    return embedding if narrower else DenseWeight(embedding.weight_NK.to(dtype))
 
 
 def _is_fusable(config: ModelConfig) -> bool:

@@ -8,20 +8,24 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pipeline.checkpoints.file_checks import checked_file, read_json
+from pipeline.checkpoints.file_checks import GGUF_TABLE, checked_file, read_json
 from pipeline.checkpoints.quantizer_files import QUANTIZER_FILES
 from pipeline.errors import ModelError
 from pipeline.kernels.layer_parts import Norm
 from pipeline.model.config import ModelConfig
+from pipeline.model.gguf_names import PREFIX as GGUF_PREFIX
+from pipeline.model.gguf_names import gguf_names
 from pipeline.model.layer_spec import ExpertSpec, LayerSpec
 from pipeline.model.rotation import rotary_order
 from pipeline.weights.fp4 import Mxfp4Format, read_expert_blocks
 from pipeline.weights.fp8 import CACHE_SCALES
-from pipeline.weights.packed import DenseWeight, ExpertWeights, LinearWeight, concatenate, select_outputs
+from pipeline.weights.gguf import GgufTensors, read_gguf
+from pipeline.weights.packed import DenseWeight, ExpertWeights, LinearWeight, StackedWeight, concatenate, select_outputs
 from pipeline.weights.round_to_nearest import RoundToNearest
 from pipeline.weights.tensor_reader import FLOATS, StoredLinear
 
@@ -97,7 +101,7 @@ class Checkpoint:
 
     unused: suffixes of tensor names that may be left. device: device of the returned tensors. On a GPU, quantized
     tensors arrive as stored and are unpacked there, which costs the host neither memory nor time. files: those to read,
-    if not the model's.
+    if not the model's. gguf: the tensors, if they are not in safetensors files.
     """
 
     def __init__(
@@ -106,18 +110,15 @@ class Checkpoint:
         unused: tuple[str, ...] = (),
         device: torch.device = CPU,
         files: Sequence[Path] | None = None,
+        gguf: GgufTensors | None = None,
     ) -> None:
         self.folder, self.device = folder, device
         self.home: dict[str, Path] = {}
-        self.open: dict[Path, object] = {}
-        for path in checkpoint_files(folder) if files is None else files:
-            try:
-                handle = safe_open(path, framework="pt")
-                self.open[path] = handle.__enter__()
-                names = list(self.open[path].keys())  # type: ignore[attr-defined]
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path}: not a valid safetensors file ({error})") from None
-            for name in names:
+        self.open: dict[Path, Any] = {} if gguf is None else {folder / GGUF_TABLE: gguf}
+        if gguf is None:
+            self.open |= {path: _opened(path) for path in (checkpoint_files(folder) if files is None else files)}
+        for path, handle in self.open.items():
+            for name in [*handle.keys()]:
                 if name in self.home:
                     raise ModelError(f"{path}: tensor {name} is also in {self.home[name].name}")
                 self.home[name] = path
@@ -145,7 +146,7 @@ class Checkpoint:
     def _stored(self, name: str) -> torch.Tensor:
         path = self.home[name]
         try:
-            return self.open[path].get_tensor(name)  # type: ignore[attr-defined]
+            return self.open[path].get_tensor(name)
         except (SafetensorError, AttributeError) as error:  # AttributeError: a type that this torch does not support
             raise ModelError(f"{path}: tensor {name} cannot be read ({error})") from None
 
@@ -178,6 +179,15 @@ class Checkpoint:
             raise ModelError(f"{self.folder}: {len(self.left)} tensors are not part of this architecture: {some}")
 
 
+def _opened(path: Path) -> Any:
+    try:
+        handle = safe_open(path, framework="pt").__enter__()
+        handle.keys()
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path}: not a valid safetensors file ({error})") from None
+    return handle
+
+
 def rotary_rows(config: ModelConfig, order_D: torch.Tensor) -> torch.Tensor:
     """Return the rows of the fused q, k, v with the values of each query and key head in this order."""
     num_rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
@@ -194,15 +204,19 @@ class WeightReader:
 
     def __init__(self, folder: Path, config: ModelConfig, device: torch.device = CPU) -> None:
         self.config = config
-        self.widened: list[str] = []  # fused linears that are dense because their parts are quantized differently
+        num_experts = max((each.experts.num_experts for each in config.layers if each.experts), default=0)
+        gguf = None
+        if (folder / GGUF_TABLE).is_file():
+            gguf = GgufTensors(folder, read_json(folder / GGUF_TABLE), gguf_names(config.names, num_experts))
         self.checkpoint = Checkpoint(
             folder,
             unused=(*CACHE_SCALES, *(config.quantization.unused if config.quantization is not None else ())),
             device=device,
+            gguf=gguf,
         )
         embedding = f"{config.names.embedding}.weight"
         found = (prefix for prefix in PREFIXES if f"{prefix}{embedding}" in self.checkpoint)
-        self.prefix = next(found, "model.")
+        self.prefix = next(found, GGUF_PREFIX)
         """Prefix of the names of the decoder's tensors."""
         self.embedding_name = f"{self.prefix}{embedding}"
         self.head_name = f"{PREFIXES[self.prefix]}lm_head"
@@ -228,8 +242,12 @@ class WeightReader:
             self.checkpoint.skip(head)
         return True
 
-    def embedding(self) -> torch.Tensor:
-        return self._copied(self.embedding_name, (self.config.vocab_size, self.config.hidden_size))
+    def embedding(self) -> LinearWeight:
+        """Read the input embedding, as a linear's weight (V, H)."""
+        shape_VH = self.config.vocab_size, self.config.hidden_size
+        if self.embedding_name in self.checkpoint:
+            return DenseWeight(self._copied(self.embedding_name, shape_VH))
+        return read_gguf(StoredLinear(self.embedding_name.removesuffix(".weight"), shape_VH, self.checkpoint))
 
     def position_embedding(self) -> torch.Tensor | None:
         """Read the table of learned positions (P, H); None if the model has none."""
@@ -297,7 +315,7 @@ class WeightReader:
         else:
             bias = self.config.layers[layer].mlp_bias
             each = [self.config.expert_linears(layer, expert) for expert in range(spec.num_experts)]
-            gate_up = tuple(self._fused(linears["gate_up"], bias) for linears in each)
+            gate_up = tuple(_one_form(self._fused(linears["gate_up"], bias)) for linears in each)
             experts = ExpertWeights(gate_up, tuple(self._fused(linears["down"], bias) for linears in each))
         return RoutedWeights(router, choice_bias_E, gate, experts)
 
@@ -358,13 +376,7 @@ class WeightReader:
         return Norm(weight_H, self._copied(f"{name}.bias", (width,)) if is_layer_norm else None)
 
     def _fused(self, parts: list[tuple[str, int, int]], bias: bool) -> LinearWeight:
-        weights = [self._linear(f"{self.prefix}{name}", (rows, inputs), bias) for name, rows, inputs in parts]
-        if len(weights) == 1:
-            return weights[0]
-        fused = concatenate(weights)
-        if isinstance(fused, DenseWeight) and not all(isinstance(weight, DenseWeight) for weight in weights):
-            self.widened.append(parts[0][0])
-        return fused
+        return concatenate([self._linear(f"{self.prefix}{name}", (rows, inputs), bias) for name, rows, inputs in parts])
 
     def _linear(self, prefix: str, shape_NK: tuple[int, int], bias: bool) -> LinearWeight:
         bias_N = self._copied(f"{prefix}.bias", shape_NK[:1]) if bias else None
@@ -373,6 +385,13 @@ class WeightReader:
             return DenseWeight(stored_KN.t().contiguous(), bias_N)
         linear, quantization = StoredLinear(prefix, shape_NK, self.checkpoint, bias_N), self.config.quantization
         return linear.dense() if quantization is None else quantization.read_linear(linear)
+
+
+def _one_form(weight: LinearWeight) -> LinearWeight:
+    """Return an expert's weight for products of all experts, which read one form."""
+    if isinstance(weight, StackedWeight):
+        return DenseWeight(weight.dequantize(torch.float32), weight.bias_N)
+    return weight
 
 
 def as_stored(config: ModelConfig, folder: Path) -> ModelConfig:

@@ -64,17 +64,14 @@ class Share:
                 found[name] = update.select_outputs(rows)
         return found
 
-    def vocabulary(self, table_VH: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of an embedding. The last rank's are filled up with copies of the last row."""
-        return table_VH if self.size == 1 else table_VH[self._vocabulary_rows()]
-
-    def head(self, head: LinearWeight) -> LinearWeight:
-        """Return this rank's outputs of the vocabulary head, filled up like `vocabulary`."""
-        return head if self.size == 1 else select_outputs(head, self._vocabulary_rows())
-
-    def _vocabulary_rows(self) -> torch.Tensor:
+    def vocabulary(self, weight: LinearWeight) -> LinearWeight:
+        """Return this rank's rows of an embedding or a vocabulary head. The last rank's are filled up with copies of
+        the last row."""
+        if self.size == 1:
+            return weight
         num_rows = -(-self.config.vocab_size // self.size)
-        return (torch.arange(num_rows) + self.rank * num_rows).clamp_(max=self.config.vocab_size - 1)
+        rows = (torch.arange(num_rows) + self.rank * num_rows).clamp_(max=self.config.vocab_size - 1)
+        return select_outputs(weight, rows)
 
     def _qkv_rows(self) -> torch.Tensor:
         """Return the rows of the fused q, k, v with this rank's heads. With fewer KV heads than ranks, neighbours have

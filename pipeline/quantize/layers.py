@@ -45,7 +45,7 @@ class LayerWriter:
         if done:
             self._log(f"{done} of {self._config.num_layers} layers were written by an earlier run")
         progress = Remaining(self._log, "layers", self._config.num_layers, first=done)
-        embedding_VH = self._reader.embedding()
+        embedding_VH = self._reader.embedding().dequantize(torch.float32)
         calibration = None
         if self._recipe.method == "gptq":
             keep_cpu_kernels_in(cpu_kernel_folder(log=self._log))

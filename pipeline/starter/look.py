@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from pipeline.checkpoints.locate import checkpoint_problem, locate_model, model_kind
+from pipeline.checkpoints.locate import checkpoint_problem, is_gguf, locate_model, model_kind
 from pipeline.config import job_from_flags
 from pipeline.data.columns import is_text
 from pipeline.data.requests.input_checks import Requests
@@ -163,7 +163,7 @@ def _is_row_id(name: str, rows: pa.Table) -> bool:
 def _small_files_of(model: str) -> tuple[Path | None, str]:
     """Return a folder with the model's config and tokenizer, or None and the reason."""
     kind = model_kind(model)
-    if kind == "url":
+    if kind == "url" or (kind == "id" and is_gguf(model)):
         return None, "its files are downloaded when the job runs"
     if kind == "id":
         from huggingface_hub import snapshot_download

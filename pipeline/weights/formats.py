@@ -10,6 +10,7 @@ from pipeline.weights.awq import AwqFormat
 from pipeline.weights.compressed_tensors import CompressedFormat
 from pipeline.weights.fp4 import Mxfp4Format
 from pipeline.weights.fp8 import Fp8Format
+from pipeline.weights.gguf import GgufFormat
 from pipeline.weights.gptq import GptqFormat
 from pipeline.weights.modelopt import ModelOptFormat
 from pipeline.weights.packed import CodebookWeight, DenseWeight, Fp8Weight, GroupIntWeight, LinearWeight
@@ -52,6 +53,7 @@ READERS: dict[str, Callable[[dict[str, Any], Path], QuantFormat]] = {
     "fp8": Fp8Format.from_config,
     "modelopt": ModelOptFormat.from_config,
     "mxfp4": Mxfp4Format.from_config,
+    "gguf": GgufFormat.from_config,
 }
 """Constructors of formats from their options, by quant_method."""
 
@@ -86,6 +88,8 @@ def linear_forms(quantization: QuantFormat | None) -> set[str]:
     match quantization:
         case None | Mxfp4Format():
             return set()
+        case GgufFormat():
+            return quantization.forms
         case CompressedFormat():
             return {scheme.form for scheme in quantization.schemes}
         case GptqFormat():
@@ -122,6 +126,8 @@ def bytes_on_gpu(quantization: QuantFormat | None, inputs: Iterable[int] = ()) -
     blocks of 128 inputs as stored; other weights are widened to 16 bits."""
     match quantization:
         case None | RoundToNearest(method="nf4") | GptqFormat(desc_act=True):
+            return 2.0
+        case GgufFormat():  # of types that differ, and with minima, which the products of experts do not read
             return 2.0
         case _ if "int8" in linear_forms(quantization) or has_small_blocks(quantization, BLOCK):
             return 2.0

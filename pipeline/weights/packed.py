@@ -3,8 +3,10 @@
 Shapes: N output features, K input features, g group size, G groups, C entries of a codebook.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
+from typing import Any
 
 import torch
 
@@ -38,10 +40,11 @@ class DenseWeight:
 class GroupIntWeight:
     """Unsigned 4- or 8-bit integers with a scale and a zero point per output and group of `group_size` inputs.
 
-    weight = (q_NK - zeros_NG) * scales_NG, with the group index k // group_size. `q_NK` has one value per byte,
-    `zeros_NG` integers in the type of the scales (float32); in symmetric checkpoints they are 8 or 128. One scale per
-    output means one group of K inputs. If `input_order_K` is given, column j of `q_NK` is input input_order_K[j], for
-    checkpoints whose groups are not contiguous: y = x[:, input_order_K] @ weight.T + bias.
+    weight = (q_NK - zeros_NG) * scales_NG, with the group index k // group_size. `q_NK` has one value per byte. Zero
+    points have the type of the scales (float32). They are integers, in symmetric checkpoints 8 or 128, except for GGUF
+    types with a minimum per group, where they are -minimum / scale. One scale per output means one group of K inputs.
+    If `input_order_K` is given, column j of `q_NK` is input input_order_K[j], for checkpoints whose groups are not
+    contiguous: y = x[:, input_order_K] @ weight.T + bias.
     """
 
     q_NK: torch.Tensor
@@ -131,7 +134,30 @@ class Fp8Weight:
         return self.value_NK.to(torch.float32).mul_(scale_NK).to(dtype)
 
 
-LinearWeight = DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight
+@dataclass(frozen=True)
+class StackedWeight:
+    """Weights of several forms that read the same input; their outputs follow each other."""
+
+    parts: "tuple[DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight, ...]"
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def bias_N(self) -> torch.Tensor | None:
+        return _joined_bias(self.parts)
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight as a dense (N, K) tensor, each part rounded like its own `dequantize`."""
+        return torch.cat([part.dequantize(dtype) for part in self.parts])
+
+
+LinearWeight = DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight | StackedWeight
 
 
 @dataclass(frozen=True)
@@ -145,25 +171,47 @@ class ExpertWeights:
 def concatenate(parts: list[LinearWeight]) -> LinearWeight:
     """Fuse linears that read the same input (q, k, v; gate and up) into one, by concatenating their outputs.
 
-    Parts of one form (kind, bits, group size, order of inputs) keep it. Others become one dense weight, in float32 if
-    one of them was quantized, so that each output still computes what its own weight would.
+    Neighbours of one form (kind, bits, group size, order of inputs) become one weight. If the forms differ, the result
+    is a `StackedWeight`.
     """
-    biases = [p.bias_N for p in parts]
-    if any(b is not None for b in biases):
-        device = next(b.device for b in biases if b is not None)
-        filled = [b if b is not None else torch.zeros(p.out_features, device=device) for p, b in zip(parts, biases)]
-        bias_N = torch.cat([b.to(torch.float32) for b in filled])
-    else:
-        bias_N = None
+    if (fused := _fused(parts)) is not None:
+        return fused
+    stack: list[Any] = []
+    for part in parts:
+        fused = _fused([stack[-1], part]) if stack else None
+        stack[-1:] = [fused] if fused is not None else [*stack[-1:], part]
+    return StackedWeight(tuple(stack))
+
+
+def _fused(parts: list[LinearWeight]) -> LinearWeight | None:
+    """Return one weight for parts of one form; else None."""
+    bias_N = _joined_bias(parts)
     dense = [p for p in parts if isinstance(p, DenseWeight)]
     if len(dense) == len(parts):
         return DenseWeight(torch.cat([p.weight_NK for p in dense]), bias_N)
-    fused = _fused_groups(parts, bias_N) or _fused_codebooks(parts, bias_N) or _fused_fp8(parts, bias_N)
-    return fused or DenseWeight(torch.cat([p.dequantize(torch.float32) for p in parts]), bias_N)
+    return _fused_groups(parts, bias_N) or _fused_codebooks(parts, bias_N) or _fused_fp8(parts, bias_N)
+
+
+def _joined_bias(parts: Sequence[LinearWeight]) -> torch.Tensor | None:
+    biases = [p.bias_N for p in parts]
+    if all(b is None for b in biases):
+        return None
+    device = next(b.device for b in biases if b is not None)
+    filled = [b if b is not None else torch.zeros(p.out_features, device=device) for p, b in zip(parts, biases)]
+    return torch.cat([b.to(torch.float32) for b in filled])
 
 
 def select_outputs(weight: LinearWeight, row_N: torch.Tensor) -> LinearWeight:
-    """Return the linear of these outputs (int64), in this order."""
+    """Return the linear of these outputs (int64), in this order. For a `StackedWeight`, outputs of one part are
+    consecutive, and parts keep their order."""
+    if isinstance(weight, StackedWeight):
+        ends = torch.tensor([part.out_features for part in weight.parts]).cumsum(0)
+        part_N = torch.bucketize(row_N.cpu(), ends, right=True)
+        assert bool((part_N.diff() >= 0).all()), "outputs of different forms are not mixed"
+        starts = [0, *ends.tolist()]
+        rows = [row_N[(part_N == index).to(row_N.device)] - starts[index] for index in range(len(weight.parts))]
+        chosen = [select_outputs(part, of_part) for part, of_part in zip(weight.parts, rows, strict=True)]
+        return StackedWeight(tuple(chosen))  # type: ignore[arg-type]
     bias_N = None if weight.bias_N is None else weight.bias_N[row_N]
     if isinstance(weight, DenseWeight):
         return DenseWeight(weight.weight_NK[row_N], bias_N)
@@ -184,6 +232,7 @@ def select_inputs(weight: LinearWeight, start: int, stop: int) -> LinearWeight:
     cuts is replaced by smaller ones with its scale, which changes no weight. Raises ModelError if these would have
     fewer than MIN_CUT_GROUP inputs.
     """
+    assert not isinstance(weight, StackedWeight), "only linears of one part are divided by inputs"
     if isinstance(weight, DenseWeight):
         return DenseWeight(_columns(weight.weight_NK, start, stop))
     if isinstance(weight, GroupIntWeight) and weight.input_order_K is not None:

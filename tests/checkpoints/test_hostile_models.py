@@ -352,5 +352,5 @@ def test_mutated_configs_are_read_or_refused(folder: Path) -> None:
 
 def test_the_sound_folder_is_loaded(folder: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    assert torch.equal(load(folder).embedding_VH, tensors["model.embed_tokens.weight"])
+    assert torch.equal(load(folder).embedding.weight_NK, tensors["model.embed_tokens.weight"])
     assert (folder / "config.json").stat().st_size < MAX_JSON_BYTES

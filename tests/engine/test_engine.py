@@ -167,7 +167,7 @@ def test_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchanged(folder:
     def run(poison: float | None) -> tuple[Completion, list[Completion]]:
         with float32_engine(folder) as engine:
             if poison is not None:
-                engine.runner.decoder.embedding_VH[NAN_TOKEN] = poison
+                engine.runner.decoder.embedding.weight_NK[NAN_TOKEN] = poison
             zero, kv = engine.runner.zero_blocks, engine.runner.kv
             zeroed = []
 

@@ -132,7 +132,7 @@ def test_a_broken_row_is_an_error_row_and_its_mates_are_unchanged(folder: Path, 
     with fp8_engine(folder, kernels=kernels) as engine:
         sound = engine.generate([*prompts, bad[:24]], greedy(8))[:-1]
     with fp8_engine(folder, kernels=kernels) as engine:
-        engine.runner.decoder.embedding_VH[NAN_TOKEN] = poison
+        engine.runner.decoder.embedding.weight_NK[NAN_TOKEN] = poison
         zero, layers, seen = engine.runner.zero_blocks, engine.runner.kv.layers, []
 
         def zero_and_look(blocks: list[int]) -> None:

@@ -54,10 +54,10 @@ def edit_config(folder: Path, **values: object) -> None:
 
 
 def test_sharded_and_single_files_load(folder: Path) -> None:
-    sharded = load(folder).embedding_VH
+    sharded = load(folder).embedding.weight_NK
     assert len(checkpoint_files(folder)) > 1
     rewrite(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}))
-    assert torch.equal(load(folder).embedding_VH, sharded)
+    assert torch.equal(load(folder).embedding.weight_NK, sharded)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_the_output_embedding_is_that_of_transformers(
     rewrite(folder, change)
     edit_config(folder, tie_word_embeddings=tie)
     decoder, expected = load(folder), load_reference(folder)
-    assert torch.equal(decoder.embedding_VH, expected.get_input_embeddings().weight)
+    assert torch.equal(decoder.embedding.weight_NK, expected.get_input_embeddings().weight)
     torch.testing.assert_close(head_of(decoder), expected.get_output_embeddings().weight.detach())
     stored = as_stored(read_config(folder), folder)
     assert stored.tie_embeddings == is_tied

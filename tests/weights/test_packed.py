@@ -15,6 +15,7 @@ from pipeline.weights.packed import (
     Fp8Weight,
     GroupIntWeight,
     LinearWeight,
+    StackedWeight,
     concatenate,
     select_inputs,
     select_outputs,
@@ -53,23 +54,23 @@ CASES: dict[str, tuple[list[LinearWeight], type]] = {
     "one form": ([grouped(8), grouped(4), grouped(4)], GroupIntWeight),
     "int8": ([grouped(8, 8), grouped(4, 8)], GroupIntWeight),
     "one order": ([grouped(8, order_K=ORDER), grouped(4, order_K=ORDER.clone())], GroupIntWeight),
-    "two orders": ([grouped(8, order_K=ORDER), grouped(4, order_K=OTHER)], DenseWeight),
-    "an order and none": ([grouped(8), grouped(4, order_K=OTHER)], DenseWeight),
-    "4 and 8 bits": ([grouped(8), grouped(4, 8)], DenseWeight),
-    "two group sizes": ([grouped(8), grouped(4, 4, 16)], DenseWeight),
+    "two orders": ([grouped(8, order_K=ORDER), grouped(4, order_K=OTHER)], StackedWeight),
+    "an order and none": ([grouped(8), grouped(4, order_K=OTHER)], StackedWeight),
+    "4 and 8 bits": ([grouped(8), grouped(4, 8)], StackedWeight),
+    "two group sizes": ([grouped(8), grouped(4, 4, 16)], StackedWeight),
     "codes": ([coded(8), coded(3)], CodebookWeight),
-    "codes of two group sizes": ([coded(8), coded(4, 64)], DenseWeight),
-    "codes of two books": ([coded(8), replace(coded(4), codebook_C=torch.tensor(NF4) * 2)], DenseWeight),
+    "codes of two group sizes": ([coded(8), coded(4, 64)], StackedWeight),
+    "codes of two books": ([coded(8), replace(coded(4), codebook_C=torch.tensor(NF4) * 2)], StackedWeight),
     "fp8 whole": ([float8(8, 8, K), float8(4, 4, K)], Fp8Weight),
     "fp8 whole, of one size": ([float8(8, 8, K), float8(8, 8, K)], Fp8Weight),
     "fp8 by output": ([float8(8, 1, K), float8(4, 1, K)], Fp8Weight),
     "fp8 blocks": ([float8(8, 4, 32), float8(4, 4, 32)], Fp8Weight),
     "fp8 blocks that do not end with a part": ([float8(6, 4, 32), float8(8, 4, 32)], Fp8Weight),
     "fp8 blocks wider than a part": ([float8(4, 128, 128), float8(8, 128, 128)], Fp8Weight),
-    "fp8 of two widths of blocks": ([float8(8, 4, 32), float8(4, 4, 16)], DenseWeight),
+    "fp8 of two widths of blocks": ([float8(8, 4, 32), float8(4, 4, 16)], StackedWeight),
     "16 bits": ([DenseWeight(torch.randn(4, K).to(torch.bfloat16)) for _ in range(2)], DenseWeight),
-    "two kinds": ([grouped(8), float8(4, 4, 32)], DenseWeight),
-    "three kinds": ([coded(4), grouped(8), DenseWeight(torch.randn(4, K).to(torch.bfloat16))], DenseWeight),
+    "two kinds": ([grouped(8), float8(4, 4, 32)], StackedWeight),
+    "three kinds": ([coded(4), grouped(8), DenseWeight(torch.randn(4, K).to(torch.bfloat16))], StackedWeight),
 }
 
 
@@ -89,6 +90,19 @@ def test_each_output_keeps_its_weight(case: str, biased: bool) -> None:
     if biased:
         assert fused.bias_N is not None
         assert fused.bias_N.tolist() == [0.0] * parts[0].out_features + [1.0] * (len(expected) - parts[0].out_features)
+
+
+def test_outputs_of_parts_of_several_forms_are_selected_part_by_part() -> None:
+    """As rotary positions and several GPUs select those of fused q, k and v."""
+    parts = [grouped(8), replace(grouped(4, 8), bias_N=torch.arange(4.0)), coded(4)]
+    fused, rows = concatenate(parts), torch.tensor([5, 1, 0, 7, 11, 8, 13, 12])
+    selected = select_outputs(fused, rows)
+    assert isinstance(selected, StackedWeight)
+    assert [part.out_features for part in selected.parts] == [4, 2, 2]
+    assert torch.equal(selected.dequantize(torch.float32), fused.dequantize(torch.float32)[rows])
+    assert selected.bias_N is not None
+    assert selected.bias_N.tolist() == [0.0] * 4 + [3.0, 0.0] + [0.0] * 2
+    assert concatenate([grouped(8), grouped(4), coded(4)]).parts[0].out_features == 12  # neighbours are fused
 
 
 SELECTED: dict[str, LinearWeight] = {

@@ -112,7 +112,7 @@ class LoadedModel:
         adapters = self.decoder.adapters
         if adapters is not None:
             kind += f"; adapters of {shown_bytes(adapters.num_bytes)}"
-        widened, linears = self.decoder.num_widened, self.kernels.prepare_linear
+        linears = self.kernels.prepare_linear
         if stored is not None and stored.has_activations and not isinstance(linears, ActQuantLinears):
             kind += ", activations not quantized"
         offload = self.decoder.offload
@@ -122,8 +122,6 @@ class LoadedModel:
         shares = [each.experts.width for each in self.config.layers if each.experts and each.experts.is_share]
         if shares and self.decoder.device.type != "cpu" and has_small_blocks(stored, shares[0]):
             kind += "; down of experts dequantized, because the ranks' shares cut its blocks"
-        if widened:
-            kind += f"; {widened} fused linears of several formats dequantized"
         if isinstance(linears, ActQuantLinears):
             kind += f"; inputs of {linears.num_rounded} of {linears.num_all} linears in {linears.activations.dtype}"
         return kind

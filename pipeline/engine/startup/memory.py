@@ -27,9 +27,11 @@ from pipeline.weights.formats import (
     is_int4,
     linear_forms,
 )
+from pipeline.weights.gguf import BLOCK_TYPES, BlockType, GgufFormat
 
 CPU_SHARE = 0.25  # of the free memory; the rest is for readers, writers and Ray
 MIN_GROUP_SIZE = 32  # the smallest group of 4-bit weights, assumed if a checkpoint names none
+FLOAT_SCALES = 8  # bytes of a scale and a minimum in float32
 EXPECTED_TOKENS = 2048  # per sequence: a cache for them takes precedence over 16-bit copies of 4-bit weights
 ENOUGH_TOKENS = 128 << 10  # of all sequences: above this, copies gain more than cache, by the cost model
 SLACK_BYTES = 512 << 20  # on a GPU, for library workspaces and allocator fragmentation
@@ -68,8 +70,12 @@ def weight_bytes(
     linears = config.num_linear_parameters() - experts
     if device.type != "cpu":
         embeddings = (config.num_parameters() - linears - experts) * dtype.itemsize
+        if isinstance(config.quantization, GgufFormat) and config.tie_embeddings:  # a quantized table and a 16-bit head
+            embeddings += int(config.vocab_size * config.hidden_size * _table_bytes(config.quantization.embedding, 0))
         packed, expert_bytes = _bytes_per_parameter(config, dtype, keeps_dense, activations)
         return embeddings + int(linears * packed) + int(experts * expert_bytes)
+    if isinstance(config.quantization, GgufFormat):
+        return _gguf_bytes_on_cpu(config, config.quantization, dtype)
     width = min(config.dtype.itemsize, dtype.itemsize)  # narrow weights are widened where they are used
     embeddings = 2 * config.vocab_size * config.hidden_size * width  # a lookup table and a linear, tied or not
     if config.quantization is None:
@@ -90,6 +96,27 @@ def weight_bytes(
     if has_only_experts(config.quantization):
         return int(experts * packed) + linears * width + embeddings
     return int(config.num_linear_parameters() * packed) + embeddings
+
+
+def _table_bytes(type_name: str, width: int) -> float:
+    """Return the bytes of a value of an embedding in this type of GGUF: a byte and its share of a scale and a zero
+    point, or `width` if it is not quantized."""
+    kind = BLOCK_TYPES.get(type_name)
+    return width if kind is None else 1 + 8 / kind.group_size
+
+
+def _gguf_bytes_on_cpu(config: ModelConfig, stored: GgufFormat, dtype: torch.dtype) -> int:
+    """Return what `weight_bytes` does. Each type has its own form."""
+    width = dtype.itemsize
+
+    def bytes_of(kind: BlockType | None) -> float:
+        if kind is None or (dtype != torch.float32 and not (kind.bits == 4 and supports_int4_alone(dtype))):
+            return width
+        return kind.bits / 8 + 8 / kind.group_size
+
+    table, head = _table_bytes(stored.embedding, width), bytes_of(BLOCK_TYPES.get(stored.head))
+    embeddings = int(config.vocab_size * config.hidden_size * (table + head))
+    return int(config.num_linear_parameters() * stored.mean(bytes_of)) + embeddings
 
 
 @dataclass(frozen=True)
@@ -158,6 +185,9 @@ def _linear_bytes_on_gpu(
     copies = dtype.itemsize if keeps_dense else 0
     if linear_forms(quantization) == {"fp8"} and not has_small_blocks(quantization, BLOCK):
         return 1 + 4 / BLOCK + copies
+    if isinstance(quantization, GgufFormat):
+        fused = 0.5 + FLOAT_SCALES / MIN_GROUP_SIZE + copies
+        return quantization.mean(lambda kind: fused if kind is not None and kind.is_fused else dtype.itemsize)
     if quantization is None or not is_int4(quantization):
         return dtype.itemsize
     group_size = min(quantization.group_size or MIN_GROUP_SIZE, BLOCK)

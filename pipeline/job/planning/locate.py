@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.checkpoints.adapters import ADAPTER_FILES, adapter_here, resolve_adapter
-from pipeline.checkpoints.locate import checkpoint_problem, folder_here, model_kind, resolve_model
+from pipeline.checkpoints.locate import checkpoint_problem, folder_here, is_gguf, model_kind, resolve_model, split_files
 from pipeline.errors import ModelError, PipelineError
 from pipeline.job.planning.checkpoint_values import MODEL_FILES
 from pipeline.stores.filesystem import filesystem, is_url, storage_for
@@ -67,8 +67,11 @@ class OnThisMachine:
 
 
 def missing_from_store(url: str, storage: Mapping[str, Any], names: Iterable[str] = MODEL_FILES) -> list[str]:
-    """Return the files of `names` that are missing at an fsspec url. `storage`: its fsspec options. Raises ModelError,
-    EnvironmentFailed."""
+    """Return the files of `names` that are missing at an fsspec url; for that of a GGUF file, its own files. `storage`:
+    its fsspec options. Raises ModelError, EnvironmentFailed."""
+    if is_gguf(url):
+        url, name = posixpath.split(url)
+        names = split_files(name)
     try:
         fs, root = filesystem(url, storage)
         return [name for name in names if not fs.exists(posixpath.join(root, name))]

@@ -106,6 +106,19 @@ def is_product(y_MN: torch.Tensor, kind: str, weight: LinearWeight, x_MK: torch.
     return float(lost_MN.max() / most) < 2e-6
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith(("int4", "int8"))])
+def test_zero_points_that_are_no_integers(kind: str) -> None:
+    """As minima of GGUF's groups are."""
+    torch.manual_seed(0)
+    for halves in (True, False):
+        weight = weight_of(kind, (101, 256), 32, halves)
+        assert isinstance(weight, GroupIntWeight)
+        weight = replace(weight, zeros_NG=weight.zeros_NG * 1.3 - 2.7)
+        for tokens in (1, 2, 7):
+            x_MK = tokens_for(kind, (tokens, 256))
+            assert is_product(linear_of(kind, weight)(x_MK), kind, weight, x_MK), (tokens, halves)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_multiply_by_the_stored_weight(kind: str) -> None:
     torch.manual_seed(0)

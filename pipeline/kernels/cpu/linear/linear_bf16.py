@@ -13,7 +13,7 @@ import torch
 
 from pipeline.kernels.cpu.compile.processor import HAS_AMX, HAS_AVX512_BF16
 from pipeline.kernels.cpu.linear.tiled_linear import Scratch, TiledLinear
-from pipeline.kernels.cpu.tiles.weight_tiles import bf16_tiles, narrow_scales, tiles, word_tiles
+from pipeline.kernels.cpu.tiles.weight_tiles import bf16_tiles, narrow_scales, narrow_zeros, tiles, word_tiles
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -26,7 +26,7 @@ class Bf16Int4Linear(TiledLinear):
     def __init__(self, weight: GroupIntWeight) -> None:
         """`weight` needs groups of a multiple of 8 inputs. x is passed in the weight's order of inputs."""
         shape_NK, words_TWL = (weight.out_features, weight.in_features), word_tiles(weight.q_NK.numpy(), _ORDER)
-        scales_TGL, zeros_TGL = tiles(narrow_scales(weight.scales_NG)), tiles(weight.zeros_NG.to(torch.uint8).numpy())
+        scales_TGL, zeros_TGL = tiles(narrow_scales(weight.scales_NG)), tiles(narrow_zeros(weight.zeros_NG))
         super().__init__("bf16_int4", shape_NK, weight.bias_N, words_TWL, scales_TGL, zeros_TGL, weight.group_size)
         self.num_groups = scales_TGL.shape[1]
 

@@ -13,7 +13,7 @@ from pipeline.kernels.cpu.linear.round_int8 import FEW, round_to_int8
 from pipeline.kernels.cpu.linear.selection import ReorderedLinear
 from pipeline.kernels.cpu.linear.tiled_linear import Scratch, TiledLinear
 from pipeline.kernels.cpu.tiles.int8_tile import Form, forms_here
-from pipeline.kernels.cpu.tiles.weight_tiles import narrow_scales, tiles, word_tiles
+from pipeline.kernels.cpu.tiles.weight_tiles import narrow_scales, narrow_zeros, tiles, word_tiles
 from pipeline.kernels.linears import Linear, RoundedLinears
 from pipeline.weights.packed import GroupIntWeight, LinearWeight
 
@@ -33,7 +33,7 @@ class Int8Linear(TiledLinear):
         filled_NK = np.pad(weight.q_NK.numpy(), ((0, 0), (0, num_blocks * block - weight.in_features)))
         group_B = np.arange(num_blocks) * block // weight.group_size
         scales_TBL = tiles(narrow_scales(weight.scales_NG)[:, group_B])
-        zeros_TBL = tiles(weight.zeros_NG.to(torch.uint8).numpy()[:, group_B])
+        zeros_TBL = tiles(narrow_zeros(weight.zeros_NG)[:, group_B])
         words_TWL = word_tiles(filled_NK, _ORDER[weight.bits])
         kind = int8_kind(form, weight.bits)
         super().__init__(kind, shape_NK, weight.bias_N, words_TWL, scales_TBL, zeros_TBL, block)

@@ -40,6 +40,8 @@ def widened_linear(weight: LinearWeight) -> TiledLinear | None:
         words_TWL = word_tiles(weight.code_NK.numpy(), tuple(range(8)))
         scales_TGL, codebook_C = tiles(weight.scales_NG.numpy()), weight.codebook_C.numpy()
         return TiledLinear("codebook4", shape_NK, bias_N, words_TWL, scales_TGL, codebook_C, weight.group_size)
+    if not isinstance(weight, Fp8Weight):
+        return None
     fits = weight.in_features % 4 == 0 and weight.block[1] % 4 == 0
     if not fits or float(weight.scales_RG.abs().max()) >= FLOAT8_SCALE_LIMIT:
         return None

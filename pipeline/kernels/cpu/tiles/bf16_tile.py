@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 
 from pipeline.kernels.cpu.compile.prefetch import prefetch
 from pipeline.kernels.cpu.tiles.register_tile import Bf16PairDot, register_tile, zeros
-from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT8, INT32, INT64, VectorCode
+from pipeline.kernels.cpu.tiles.vector_code import FLOAT, INT32, INT64, VectorCode
 from pipeline.kernels.cpu.tiles.weight_tiles import LANES
 
 _WIDTH = 16  # float32 sums, or words, in a vector
@@ -34,7 +34,7 @@ def _add_products(typing_context, arrays, offsets, m, n, count, ahead, rows, vec
     With `pairs_a_word` 4 (else 1) a word holds four pairs of 4-bit weights: pair j is bits 4 j to 4 j + 3 of each half,
     plus 128; so x has 4 * depth pairs. Then (128 + zeros[scales_at + n + l]) * totals[totals_at + row * totals_row] is
     subtracted from that sum, and the result is multiplied by scales[scales_at + n + l] (float32, or bits of float16)
-    before it is added. Rows from `count` on repeat the last row before it; all of them write the same result.
+    before it is added. zeros: uint8 or float32. Rows from `count` on repeat the last row before it; all of them write the same result.
 
     The words `ahead` of each row of words are prefetched: all of their cache lines with `pairs_a_word` 4; every other
     line, into the second cache, with 1. The code reaches nine tenths of the multipliers' rate with `rows` by `vectors`
@@ -84,8 +84,7 @@ def _add_products(typing_context, arrays, offsets, m, n, count, ahead, rows, vec
         flags = ("contract",)
         for v in range(num_vectors):
             if of_4_bits:
-                zero = code.load(code.after(zero_points, v * _WIDTH), INT8, _WIDTH)
-                zero = builder.uitofp(zero, ir.VectorType(FLOAT, _WIDTH))
+                zero = code.load_zeros(code.after(zero_points, v * _WIDTH), kinds[4].dtype, _WIDTH)
                 scale = code.load_scales(code.after(scales, v * _WIDTH), kinds[3].dtype, _WIDTH)
                 offset = builder.fmul(builder.fadd(zero, code.same(FLOAT, _WIDTH, 128.0)), scale)
             sum_at_R = [code.after(sums, builder.mul(row, INT64(LANES)), n, v * _WIDTH) for row in row_R]

@@ -67,7 +67,7 @@ def _add_products(typing_context, arrays, sizes, m, b, n, rows, vectors, bits, l
                - zeros[b, n] * x_sums[r, b])
 
     arrays: (sums, x, xs, x_sums, words, scales, zeros), contiguous: sums and xs float32; x int8, read four at a time;
-    x_sums int32 that fit in 16 bits; words uint32; scales float32 or bits of float16; zeros uint8. sizes: (first
+    x_sums int32 that fit in 16 bits; words uint32; scales float32 or bits of float16; zeros uint8 or float32. sizes: (first
     token, blocks of a token, STEPs of a block). Indices are not checked.
     """
     num_rows, num_vectors, num_bits, num_lanes, has_fours = (
@@ -121,11 +121,16 @@ def _add_products(typing_context, arrays, sizes, m, b, n, rows, vectors, bits, l
         # A memory clobber: the float sums of the previous block are stored anyway. Without it they stay in registers,
         # which the integer sums need.
         builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
-        # Begin with the zero point's part, as one of two 16-bit products; the other has the zero point's high half, 0.
-        zero_V = [builder.zext(code.load(code.after(zeros, v * num_lanes), INT8, num_lanes), integers)
-                  for v in range(num_vectors)]  # fmt: skip
         less_R = [builder.neg(of_row(x_sums, r, num_blocks)) for r in range(num_rows)]
-        start = {(r, v): add_words(code, zero, less) for r, less in enumerate(less_R) for v, zero in enumerate(zero_V)}
+        has_integers = list(arrays)[6].dtype != types.float32
+        if has_integers:
+            # Begin with the zero point's part, as one of two 16-bit products; the other has its high half, 0.
+            zero_V = [builder.zext(code.load(code.after(zeros, v * num_lanes), INT8, num_lanes), integers)
+                      for v in range(num_vectors)]  # fmt: skip
+            start = {(r, v): add_words(code, zero, less_R[r]) for r in range(num_rows) for v, zero in enumerate(zero_V)}
+        else:
+            none = code.same(INT32, num_lanes, 0)
+            start = {(r, v): none for r in range(num_rows) for v in range(num_vectors)}
         dot = VnniDot(code) if has_fours else Avx2ByteDot(code) if num_bits == 8 else Avx2NibbleDot(code)
         exact = register_tile(dot, start, builder.mul(steps, INT64(words_of_step // unrolled)), operands)
         scale_V = [
@@ -137,6 +142,10 @@ def _add_products(typing_context, arrays, sizes, m, b, n, rows, vectors, bits, l
             for v in range(num_vectors):
                 sum_at = code.after(sums, r * LANES + v * num_lanes)
                 scale, integer = builder.fmul(scale_V[v], factor), builder.sitofp(exact[r, v], floats)
+                if not has_integers:
+                    zero = code.load(code.after(zeros, v * num_lanes), FLOAT, num_lanes)
+                    less = builder.fmul(zero, builder.sitofp(less_R[r], floats), flags=("contract",))
+                    integer = builder.fadd(integer, less, flags=("contract",))
                 product = builder.fmul(integer, scale, flags=("contract",))
                 code.store(builder.fadd(code.load(sum_at, FLOAT, num_lanes), product, flags=("contract",)), sum_at)
         return context.get_dummy_value()

@@ -74,6 +74,12 @@ class VectorCode:
             return self.load(address, FLOAT, lanes)
         return self.builder.fpext(self.load(address, HALF, lanes), ir.VectorType(FLOAT, lanes))
 
+    def load_zeros(self, address, dtype, lanes: int):
+        """Load a vector of zero points as float32, stored as float32 or as uint8."""
+        if dtype == types.float32:
+            return self.load(address, FLOAT, lanes)
+        return self.builder.uitofp(self.load(address, INT8, lanes), ir.VectorType(FLOAT, lanes))
+
     def store(self, value, address) -> None:
         self.builder.store(value, self.builder.bitcast(address, value.type.as_pointer())).align = 1
 

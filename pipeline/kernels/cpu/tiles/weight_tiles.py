@@ -40,6 +40,12 @@ def word_tiles(q_NK: np.ndarray, order: tuple[int, ...]) -> np.ndarray:
     return tiles(join(q_NK.reshape(len(q_NK), -1, len(order))[:, :, order]))
 
 
+def narrow_zeros(zeros_NG: torch.Tensor) -> np.ndarray:
+    """Return the zero points as uint8 if they are integers, else as float32."""
+    narrow_NG = zeros_NG.to(torch.uint8)
+    return (narrow_NG if torch.equal(narrow_NG.to(zeros_NG.dtype), zeros_NG) else zeros_NG.to(torch.float32)).numpy()
+
+
 def narrow_scales(scales_NG: torch.Tensor) -> np.ndarray:
     """Return the scales as bits of float16 if that is exact, else as float32. Scales are an eighth of what is read."""
     narrow_NG = scales_NG.to(torch.float16)

@@ -1,0 +1,213 @@
+"""Model folders of GGUF files: what the rest of the program reads instead of a GGUF file's header.
+
+A folder of the cache of models has config.json and the tokenizer, which transformers converts, gguf.json, which lists
+the tensors for `weights/gguf.py`, and links to the files. Its name hashes the files' paths, sizes and times, so a file
+that is replaced gets a new folder. Reading a header takes seconds, which a machine spends once per file.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoints.cache import cache_folder, disk_errors, entry_lock
+from pipeline.checkpoints.file_checks import GGUF_TABLE, checked_file
+from pipeline.checkpoints.locate import split_files
+from pipeline.errors import ModelError
+from pipeline.weights.gguf import BLOCK_TYPES, FLOAT_TYPES
+
+EXTRA = "parquet-batch-inference[gguf]"
+_VERSION = 1  # of the contents of these folders
+_TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
+_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "gemma2", "gemma3")
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+_NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+_Metadata = Callable[[str], Any]
+"""Value of a key of a file's header without the architecture's prefix `<arch>.`; None if the file has no such key."""
+
+
+def gguf_folder(file: Path, log: Callable[[str], None] | None = None) -> Path:
+    """Return the model folder of a GGUF file, or of one of the files of a split one. Raises ModelError if the file is
+    not a supported checkpoint, EnvironmentFailed if the disk fails."""
+    log = log or (lambda text: None)
+    files = [_existing(file.parent / name) for name in split_files(file.name)]
+    identity = [f"{_VERSION} {version('transformers')}"]
+    for each in files:
+        found = each.stat()
+        identity.append(f"{each.resolve()} {found.st_size} {found.st_mtime_ns}")
+    cache = cache_folder(log=log)
+    entry = cache / f"gguf-{hashlib.sha256(chr(10).join(identity).encode()).hexdigest()[:32]}"
+    if entry.is_dir():
+        return entry
+    with disk_errors(cache):
+        cache.mkdir(parents=True, exist_ok=True)
+        with entry_lock(cache / f".{entry.name}.lock"):
+            if not entry.is_dir():
+                log(f"reading {file.name}: its header is converted once per machine")
+                _make(entry, files)
+    return entry
+
+
+def _existing(path: Path) -> Path:
+    try:
+        return checked_file(path)
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+
+
+def _make(entry: Path, files: Sequence[Path]) -> None:
+    temporary = entry.parent / f".{entry.name}.{secrets.token_hex(8)}"
+    temporary.mkdir()
+    try:
+        _write(temporary, files)
+        for file in files:
+            os.symlink(file.resolve(), temporary / file.name)
+        os.rename(temporary, entry)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(folder: Path, files: Sequence[Path]) -> None:
+    """Write the model's files into `folder`. Raises ModelError."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ModelError(f"{files[0]}: GGUF files need the package gguf; install {EXTRA}") from None
+    try:
+        readers = [GGUFReader(file) for file in files]
+    except Exception as error:  # the library raises many kinds for a malformed file
+        raise ModelError(f"{files[0].parent}: not a valid GGUF file, or cut off ({error})") from None
+    values = _metadata(readers[0], files[0])
+    table = _table(readers, files, values)
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        config = AutoConfig.from_pretrained(str(files[0].parent), gguf_file=files[0].name).to_dict()
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(files[0].parent), gguf_file=files[0].name)
+        tokenizer.save_pretrained(str(folder))
+    except Exception as error:  # transformers passes on whatever its converters raise
+        raise ModelError(f"{files[0]}: transformers cannot convert its config or tokenizer ({error})") from None
+    names = [tensor["name"] for tensor in table["tensors"]]
+    config |= {"dtype": "bfloat16", "tie_word_embeddings": "output.weight" not in names}
+    config |= _attention_scale(config, values) | _rope(config, values, readers)
+    for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):  # of this machine
+        config.pop(name, None)
+    if any(tensor["type"] in BLOCK_TYPES for tensor in table["tensors"]):
+        config["quantization_config"] = {"quant_method": "gguf"} | _types(table["tensors"])
+    ends = _ends(tokenizer, values)
+    for name, content in (
+        ("config.json", config),
+        (GGUF_TABLE, table),
+        ("generation_config.json", {"eos_token_id": ends}),
+    ):
+        (folder / name).write_text(json.dumps(content))
+
+
+def _metadata(reader: Any, file: Path) -> _Metadata:
+    """Return a function that reads the header. Raises ModelError for an unsupported architecture."""
+
+    def value(key: str) -> Any:
+        field = reader.get_field(key)
+        return None if field is None else field.contents()
+
+    architecture = value("general.architecture")
+    if architecture not in _ARCHITECTURES or (value(f"{architecture}.expert_count") and "moe" not in architecture):
+        kind = f"{architecture} with experts" if architecture in _ARCHITECTURES else repr(architecture)
+        raise ModelError(
+            f"{file}: general.architecture = {kind}: expected one of {', '.join(_ARCHITECTURES)}; use the model's "
+            "safetensors checkpoint, which may be supported"
+        )
+    return lambda key: value(key) if key.startswith(("general.", "tokenizer.")) else value(f"{architecture}.{key}")
+
+
+def _table(readers: Sequence[Any], files: Sequence[Path], values: _Metadata) -> dict[str, Any]:
+    """Return the contents of gguf.json. Shapes are (outputs, inputs), for experts (experts, outputs, inputs)."""
+    tensors, ends = [], {}
+    for reader, file in zip(readers, files, strict=True):
+        for tensor in reader.tensors:
+            kind, start, num_bytes = tensor.tensor_type.name, int(tensor.data_offset), int(tensor.n_bytes)
+            if tensor.name.startswith("rope_"):
+                continue
+            if kind not in _TYPES:
+                raise ModelError(
+                    f"{file}: tensor {tensor.name} is {kind}: expected one of {', '.join(_TYPES)}. Types of "
+                    "IQ and TQ and MXFP4 have no kernels here; use another file of the same model, such as Q4_K_M"
+                )
+            shape = [int(size) for size in reversed(tensor.shape)]
+            if tensor.name.endswith("ffn_gate_inp_shexp.weight") and len(shape) == 1:
+                shape = [1, *shape]
+            tensors.append(
+                {"name": tensor.name, "type": kind, "shape": shape, "start": start, "num_bytes": num_bytes}
+                | {"file": len(ends)}
+            )
+            if start + num_bytes > file.stat().st_size:
+                raise ModelError(f"{file}: tensor {tensor.name} ends after the end of the file: it is cut off")
+        ends[file.name] = max((t["start"] + t["num_bytes"] for t in tensors if t["file"] == len(ends)), default=0)
+    architecture = values("general.architecture")
+    heads = values("attention.head_count"), values("attention.head_count_kv") or values("attention.head_count")
+    return {
+        "files": ends,
+        "tensors": tensors,
+        "permuted_heads": dict(zip(("attn_q", "attn_k"), heads, strict=True)) if architecture == "llama" else {},
+        "norms_have_offset": architecture in ("gemma2", "gemma3"),
+    }
+
+
+def _types(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the types of the embedding and the head, and the number of weights of each type of all other matrices."""
+    by_name, sizes = {tensor["name"]: tensor["type"] for tensor in tensors}, dict[str, int]()
+    embedding = by_name.get("token_embd.weight")
+    for tensor in tensors:
+        if len(tensor["shape"]) > 1 and tensor["name"] not in ("token_embd.weight", "output.weight"):
+            sizes[tensor["type"]] = sizes.get(tensor["type"], 0) + prod(tensor["shape"])
+    return {"sizes": sizes, "embedding": embedding, "head": by_name.get("output.weight", embedding)}
+
+
+def _attention_scale(config: dict[str, Any], values: _Metadata) -> dict[str, Any]:
+    """Return the scale of Gemma's attention scores, which the header lacks: llama.cpp knows the 27B ones by their
+    number of layers (`llama-model.cpp`)."""
+    num_layers = _NUM_LAYERS_OF_27B.get(values("general.architecture"))
+    if num_layers is None:
+        return {}
+    is_27b = config["num_hidden_layers"] == num_layers
+    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
+    return {"query_pre_attn_scalar": scalar}
+
+
+def _rope(config: dict[str, Any], values: _Metadata, readers: Sequence[Any]) -> dict[str, Any]:
+    """Return the scaling of rotary positions, which transformers' converter leaves out: factors of frequencies as
+    tensors (llama3, longrope), or options of the header (linear, yarn)."""
+    factors = {t.name: t.data.tolist() for reader in readers for t in reader.tensors if t.name.startswith("rope_")}
+    original = values("rope.scaling.original_context_length") or config["max_position_embeddings"]
+    short = factors.get("rope_factors_short.weight", factors.get("rope_freqs.weight"))
+    kind, factor = values("rope.scaling.type"), values("rope.scaling.factor")
+    if short is not None:
+        scaling = {"rope_type": "longrope", "short_factor": short, "original_max_position_embeddings": original}
+        scaling |= {"long_factor": factors.get("rope_factors_long.weight", short), "factor": 1.0}
+        scaling |= {"attention_factor": values("rope.scaling.attn_factor") or 1.0}
+    elif kind in ("linear", "yarn") and factor:
+        scaling = {"rope_type": kind, "factor": factor}
+        scaling |= {"original_max_position_embeddings": original} if kind == "yarn" else {}
+    else:
+        return {}
+    given = config["rope_parameters"]
+    if "full_attention" in given:
+        return {"rope_parameters": given | {"full_attention": given["full_attention"] | scaling}}
+    return {"rope_parameters": given | scaling}
+
+
+def _ends(tokenizer: Any, values: _Metadata) -> list[int]:
+    """Return the ids that end a sequence: those of the header, and the tokens with which the chat template ends a
+    turn, which headers often lack."""
+    ends = {values(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    vocabulary = tokenizer.get_added_vocab()
+    ends |= {vocabulary[text] for text in _TURN_ENDS if text in template and text in vocabulary}
+    return sorted(int(each) for each in ends)
