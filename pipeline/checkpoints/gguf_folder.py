@@ -1,6 +1,6 @@
 """Model folders of GGUF files: what the rest of the program reads instead of a GGUF file's header.
 
-A folder of the cache of models has config.json and the tokenizer, which transformers converts, gguf.json, which lists
+A folder of the cache of models has config.json, the tokenizer, which transformers converts, gguf.json, which lists
 the tensors for `weights/gguf.py`, and links to the files. Its name hashes the files' paths, sizes and times, so a file
 that is replaced gets a new folder. Reading a header takes seconds, which a machine spends once per file.
 """
@@ -25,7 +25,11 @@ from pipeline.weights.gguf import BLOCK_TYPES, FLOAT_TYPES
 EXTRA = "parquet-batch-inference[gguf]"
 _VERSION = 1  # of the contents of these folders
 _TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
-_ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "phi3", "starcoder2", "gemma2", "gemma3")
+_ARCHITECTURES = {
+    **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "starcoder2", "gemma2")},
+    **{"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"},
+}
+"""Families by ggml's name of their architecture."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 _NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
 
@@ -86,19 +90,14 @@ def _write(folder: Path, files: Sequence[Path]) -> None:
         raise ModelError(f"{files[0].parent}: not a valid GGUF file, or cut off ({error})") from None
     values = _metadata(readers[0], files[0])
     table = _table(readers, files, values)
-    from transformers import AutoConfig, AutoTokenizer
-
+    config = _config(values, table, readers)
     try:
-        config = AutoConfig.from_pretrained(str(files[0].parent), gguf_file=files[0].name).to_dict()
+        from transformers import AutoTokenizer
+
         tokenizer: Any = AutoTokenizer.from_pretrained(str(files[0].parent), gguf_file=files[0].name)
         tokenizer.save_pretrained(str(folder))
     except Exception as error:  # transformers passes on whatever its converters raise
-        raise ModelError(f"{files[0]}: transformers cannot convert its config or tokenizer ({error})") from None
-    names = [tensor["name"] for tensor in table["tensors"]]
-    config |= {"dtype": "bfloat16", "tie_word_embeddings": "output.weight" not in names}
-    config |= _attention_scale(config, values) | _rope(config, values, readers)
-    for name in ("_name_or_path", "_model_name_or_path", "transformers_version"):  # of this machine
-        config.pop(name, None)
+        raise ModelError(f"{files[0]}: transformers cannot convert its tokenizer ({error})") from None
     if any(tensor["type"] in BLOCK_TYPES for tensor in table["tensors"]):
         config["quantization_config"] = {"quant_method": "gguf"} | _types(table["tensors"])
     ends = _ends(tokenizer, values)
@@ -151,10 +150,11 @@ def _table(readers: Sequence[Any], files: Sequence[Path], values: _Metadata) -> 
                 raise ModelError(f"{file}: tensor {tensor.name} ends after the end of the file: it is cut off")
         ends[file.name] = max((t["start"] + t["num_bytes"] for t in tensors if t["file"] == len(ends)), default=0)
     architecture = values("general.architecture")
-    heads = values("attention.head_count"), values("attention.head_count_kv") or values("attention.head_count")
+    heads = [values("attention.head_count"), values("attention.head_count_kv") or values("attention.head_count")]
     return {
         "files": ends,
         "tensors": tensors,
+        "heads": heads,
         "permuted_heads": dict(zip(("attn_q", "attn_k"), heads, strict=True)) if architecture == "llama" else {},
         "norms_have_offset": architecture in ("gemma2", "gemma3"),
     }
@@ -170,37 +170,86 @@ def _types(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"sizes": sizes, "embedding": embedding, "head": by_name.get("output.weight", embedding)}
 
 
-def _attention_scale(config: dict[str, Any], values: _Metadata) -> dict[str, Any]:
-    """Return the scale of Gemma's attention scores, which the header lacks: llama.cpp knows the 27B ones by their
-    number of layers (`llama-model.cpp`)."""
-    num_layers = _NUM_LAYERS_OF_27B.get(values("general.architecture"))
-    if num_layers is None:
-        return {}
-    is_27b = config["num_hidden_layers"] == num_layers
-    scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config["head_dim"]
-    return {"query_pre_attn_scalar": scalar}
+def _config(values: _Metadata, table: dict[str, Any], readers: Sequence[Any]) -> dict[str, Any]:
+    """Return the contents of config.json, after llama.cpp's `convert_hf_to_gguf.py`, which writes the header."""
+    shapes = {tensor["name"]: tensor["shape"] for tensor in table["tensors"]}
+    architecture, hidden, heads = values("general.architecture"), values("embedding_length"), table["heads"][0]
+    head_dim = values("attention.key_length") or hidden // heads
+    window, experts = values("attention.sliding_window"), values("expert_count")
+    config = {
+        "model_type": _ARCHITECTURES[architecture],
+        "dtype": "bfloat16",
+        "vocab_size": shapes.get("token_embd.weight", [0])[0],
+        "hidden_size": hidden,
+        "intermediate_size": values("feed_forward_length"),
+        "num_hidden_layers": values("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": table["heads"][1],
+        "head_dim": head_dim,
+        "max_position_embeddings": values("context_length"),
+        "tie_word_embeddings": "output.weight" not in shapes,
+        "rope_parameters": _rope(values, readers),
+    }
+    epsilon = values("attention.layer_norm_rms_epsilon") or values("attention.layer_norm_epsilon")
+    config["norm_epsilon" if architecture == "starcoder2" else "rms_norm_eps"] = epsilon
+    rotated = values("rope.dimension_count") or head_dim
+    if rotated != head_dim:
+        config["partial_rotary_factor"] = rotated / head_dim
+    if architecture == "phi3":
+        config["original_max_position_embeddings"] = values("rope.scaling.original_context_length")
+    if architecture == "llama":
+        config |= {"attention_bias": "blk.0.attn_q.bias" in shapes, "mlp_bias": "blk.0.ffn_up.bias" in shapes}
+    if architecture in ("gemma2", "gemma3"):
+        config |= _gemma(config, values)
+    elif window:
+        config["sliding_window"] = window
+    if experts:
+        config |= {"num_experts": experts, "num_experts_per_tok": values("expert_used_count")}
+        config |= {"moe_intermediate_size": values("expert_feed_forward_length")}
+        config |= {"norm_topk_prob": architecture == "qwen3moe"}
+        if (shared := shapes.get("blk.0.ffn_up_shexp.weight")) is not None:
+            config["shared_expert_intermediate_size"] = shared[0]
+    return config
 
 
-def _rope(config: dict[str, Any], values: _Metadata, readers: Sequence[Any]) -> dict[str, Any]:
-    """Return the scaling of rotary positions, which transformers' converter leaves out: factors of frequencies as
-    tensors (llama3, longrope), or options of the header (linear, yarn)."""
+def _gemma(config: dict[str, Any], values: _Metadata) -> dict[str, Any]:
+    """Return the options of Gemma 2 and 3, of which the header lacks some: llama.cpp recognizes the models of 27B, with
+    their scale of attention scores, by their number of layers, and knows which layers have a window."""
+    num_layers, is_gemma3 = config["num_hidden_layers"], values("general.architecture") == "gemma3"
+    is_27b = num_layers == _NUM_LAYERS_OF_27B[values("general.architecture")]
+    every = 6 if is_gemma3 else 2  # layers, of which the last has no window
+    kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(num_layers)]
+    options = {
+        "sliding_window": values("attention.sliding_window"),
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_27b
+        else config["head_dim"],
+        "attn_logit_softcapping": values("attn_logit_softcapping"),
+        "final_logit_softcapping": values("final_logit_softcapping"),
+        "layer_types": kinds,
+    }
+    if is_gemma3:
+        local = {"rope_type": "default", "rope_theta": values("rope.freq_base_swa") or 10000.0}
+        options["rope_parameters"] = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    return options
+
+
+def _rope(values: _Metadata, readers: Sequence[Any]) -> dict[str, Any]:
+    """Return the options of rotary positions: factors of frequencies are tensors (llama3, longrope), others are in the
+    header."""
+    base: dict[str, Any] = {"rope_type": "default", "rope_theta": values("rope.freq_base") or 10000.0}
     factors = {t.name: t.data.tolist() for reader in readers for t in reader.tensors if t.name.startswith("rope_")}
-    original = values("rope.scaling.original_context_length") or config["max_position_embeddings"]
+    original = values("rope.scaling.original_context_length") or values("context_length")
     short = factors.get("rope_factors_short.weight", factors.get("rope_freqs.weight"))
     kind, factor = values("rope.scaling.type"), values("rope.scaling.factor")
     if short is not None:
-        scaling = {"rope_type": "longrope", "short_factor": short, "original_max_position_embeddings": original}
-        scaling |= {"long_factor": factors.get("rope_factors_long.weight", short), "factor": 1.0}
-        scaling |= {"attention_factor": values("rope.scaling.attn_factor") or 1.0}
-    elif kind in ("linear", "yarn") and factor:
-        scaling = {"rope_type": kind, "factor": factor}
-        scaling |= {"original_max_position_embeddings": original} if kind == "yarn" else {}
-    else:
-        return {}
-    given = config["rope_parameters"]
-    if "full_attention" in given:
-        return {"rope_parameters": given | {"full_attention": given["full_attention"] | scaling}}
-    return {"rope_parameters": given | scaling}
+        base |= {"rope_type": "longrope", "short_factor": short, "original_max_position_embeddings": original}
+        base |= {"long_factor": factors.get("rope_factors_long.weight", short), "factor": 1.0}
+        return base | {"attention_factor": values("rope.scaling.attn_factor") or 1.0}
+    if kind in ("linear", "yarn") and factor:
+        base |= {"rope_type": kind, "factor": factor}
+        return base | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
+    return base
 
 
 def _ends(tokenizer: Any, values: _Metadata) -> list[int]:

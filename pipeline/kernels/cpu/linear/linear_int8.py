@@ -4,7 +4,6 @@
 """
 
 import numpy as np
-import torch
 
 from pipeline.kernels.activations.int8 import int8_block
 from pipeline.kernels.cpu.compile.threads import ALL_ITEMS

@@ -3,7 +3,6 @@
 # pyright: reportCallIssue=false
 # It does not understand functions made by `intrinsic`.
 
-from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
@@ -34,7 +33,8 @@ def _add_products(typing_context, arrays, offsets, m, n, count, ahead, rows, vec
     With `pairs_a_word` 4 (else 1) a word holds four pairs of 4-bit weights: pair j is bits 4 j to 4 j + 3 of each half,
     plus 128; so x has 4 * depth pairs. Then (128 + zeros[scales_at + n + l]) * totals[totals_at + row * totals_row] is
     subtracted from that sum, and the result is multiplied by scales[scales_at + n + l] (float32, or bits of float16)
-    before it is added. zeros: uint8 or float32. Rows from `count` on repeat the last row before it; all of them write the same result.
+    before it is added. Zeros are uint8 or float32.
+    Rows from `count` on repeat the last row before it; all of them write the same result.
 
     The words `ahead` of each row of words are prefetched: all of their cache lines with `pairs_a_word` 4; every other
     line, into the second cache, with 1. The code reaches nine tenths of the multipliers' rate with `rows` by `vectors`

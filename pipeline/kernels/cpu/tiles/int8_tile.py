@@ -67,8 +67,8 @@ def _add_products(typing_context, arrays, sizes, m, b, n, rows, vectors, bits, l
                - zeros[b, n] * x_sums[r, b])
 
     arrays: (sums, x, xs, x_sums, words, scales, zeros), contiguous: sums and xs float32; x int8, read four at a time;
-    x_sums int32 that fit in 16 bits; words uint32; scales float32 or bits of float16; zeros uint8 or float32. sizes: (first
-    token, blocks of a token, STEPs of a block). Indices are not checked.
+    x_sums int32 that fit in 16 bits; words uint32; scales float32 or bits of float16; zeros uint8 or float32.
+    sizes: (first token, blocks of a token, STEPs of a block). Indices are not checked.
     """
     num_rows, num_vectors, num_bits, num_lanes, has_fours = (
         each.literal_value for each in (rows, vectors, bits, lanes, in_fours)
