@@ -151,6 +151,11 @@ def _int4(shape: ModelShape, dtype: torch.dtype, target: CompileTarget) -> dict[
     )
     weight_NK = torch.empty(num_outputs, num_inputs, dtype=dtype, device=_META)
     found = {"dequantize": dequantize_launch(tiled, weight_NK)}
+    if group == 32:
+        minima, x_1K = replace(tiled, has_minima=True), torch.empty(1, num_inputs, dtype=dtype, device=_META)
+        found |= {"dequantize, minima": dequantize_launch(minima, weight_NK)}
+        out_1N = torch.empty(1, num_outputs, dtype=dtype, device=_META)
+        found |= {"int4, minima": int4_launches(x_1K, minima, None, out_1N, target)[0]}
     for num_tokens in (1, 64):
         x_MK = torch.empty(num_tokens, num_inputs, dtype=dtype, device=_META)
         out_MN = torch.empty(num_tokens, num_outputs, dtype=dtype, device=_META)

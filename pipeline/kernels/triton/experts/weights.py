@@ -18,6 +18,7 @@ from pipeline.kernels.triton.linear.int4 import (
     BLOCK,
     TiledInt4,
     adjacent_inputs,
+    has_minima,
     narrowest,
     supports,
     words_of_codes,
@@ -122,7 +123,7 @@ def _stacked(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_int4(weight: GroupIntWeight) -> bool:
-    return weight.input_order_K is None and supports(weight)
+    return weight.input_order_K is None and supports(weight) and not has_minima(weight)
 
 
 def _int4(weight: GroupIntWeight, device: torch.device, adjacent: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,7 +14,8 @@ Elephants Can't Run"). Blocks are the outermost dimension, so a tile of outputs 
 
 weight = (q - zero) * scale. 16 + zero is subtracted from 16 + q in registers, which is exact: both are integers of at
 most 256. For wgmma one instruction subtracts from two halves at once. The scale is applied after the dot product of
-each group, in float32. The scale and 16 + zero of a group are adjacent, and a step of the loop processes a chunk of two
+each group, in float32. Zero points that are no integers are minima: weight = q * scale + minimum; the sum of the
+group's inputs times the minimum is added. The scale and 16 + zero (or the minimum) of a group are adjacent, and a step of the loop processes a chunk of two
 blocks, so that each thread copies the 4 bytes that an asynchronous copy needs. The outputs are the rows of a tile and
 the tokens its columns, because only the left operand of wgmma may come from registers, and few tokens fit its narrow
 side.
@@ -125,7 +126,8 @@ def _centred(word_NLQ, base_N, ADJACENT: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _scale_and_base(group_NG2, GROUP: tl.constexpr, GROUPS: tl.constexpr):
-    """Select the scale and 16 + zero of one of GROUPS groups of a chunk; group_NG2 has both in one dimension."""
+    """Select the scale and 16 + zero (or the minimum) of one of GROUPS groups of a chunk; group_NG2 has both in one
+    dimension."""
     if GROUPS == 1:
         return tl.split(group_NG2)
     else:
@@ -148,6 +150,7 @@ def sum_of_chunks(
     ADJACENT: tl.constexpr,
     GROUP: tl.constexpr,
     WHOLE: tl.constexpr,
+    MINIMA: tl.constexpr = False,
 ):
     """Multiply tokens by the weights of chunks `first` to `end`, and return sums (N, M). x_at: the first GROUP inputs
     of each token, (J, M)."""
@@ -170,9 +173,13 @@ def sum_of_chunks(
                     inside = (begin + input_J < num_inputs)[:, None] & mask_M[None, :]
                     x_JM = tl.load(x_at + begin, mask=inside, other=0.0)
                 scale_N, base_N = _scale_and_base(groups, block * PARTS + part, GROUPS)
-                weight_NJ = _centred(_words_of(word_NW, part, PARTS), base_N, ADJACENT, x_at.dtype.element_ty)
+                zero_N = tl.full(base_N.shape, 16.0, base_N.dtype) if MINIMA else base_N
+                weight_NJ = _centred(_words_of(word_NW, part, PARTS), zero_N, ADJACENT, x_at.dtype.element_ty)
                 dot_NM = tl.dot(weight_NJ, x_JM, input_precision="ieee")
                 total_NM += scale_N.to(tl.float32)[:, None] * dot_NM
+                if MINIMA:
+                    sum_M = tl.sum(x_JM.to(tl.float32), axis=0)
+                    total_NM += base_N.to(tl.float32)[:, None] * sum_M[None, :]
     return total_NM
 
 
@@ -195,6 +202,7 @@ def _multiply(
     TOKENS: tl.constexpr,
     WHOLE: tl.constexpr,
     BIASED: tl.constexpr,
+    MINIMA: tl.constexpr,
 ):
     """Multiply tokens by weights over one part of the inputs; out_ptr is (P, M, N), float32 if there are several parts.
 
@@ -208,7 +216,7 @@ def _multiply(
     total_NM = sum_of_chunks(
         *(x_at, word_ptr, group_ptr, output_N, mask_N, mask_M),
         *(first, tl.minimum(first + chunks_per_part, num_chunks)),
-        *(num_outputs, num_inputs, ADJACENT, GROUP, WHOLE),
+        *(num_outputs, num_inputs, ADJACENT, GROUP, WHOLE, MINIMA),
     )
     if BIASED:
         total_NM += tl.load(bias_ptr + output_N, mask=mask_N, other=0.0).to(tl.float32)[:, None]
@@ -245,8 +253,10 @@ def _dequantize(
     ADJACENT: tl.constexpr,
     GROUP: tl.constexpr,
     OUTPUTS: tl.constexpr,
+    MINIMA: tl.constexpr,
 ):
-    """Write one block of some outputs to (N, K): (q - zero) * scale in float32, rounded once."""
+    """Write one block of some outputs to (N, K): (q - zero) * scale, or q * scale + minimum, in float32, rounded
+    once."""
     output_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     block = tl.program_id(1).to(tl.int64)
     mask_N = (output_N < num_outputs)[:, None]
@@ -259,7 +269,10 @@ def _dequantize(
         scale_N = tl.load(group_at, mask=output_N < num_outputs, other=0.0).to(tl.float32)
         base_N = tl.load(group_at + 1, mask=output_N < num_outputs, other=0.0).to(tl.float32)
         lifted_NJ = _lifted(_words_of(word_NW, quarter, 4), ADJACENT, tl.float16).to(tl.float32)
-        weight_NJ = (lifted_NJ - base_N[:, None]) * scale_N[:, None]
+        if MINIMA:
+            weight_NJ = (lifted_NJ - 16.0) * scale_N[:, None] + base_N[:, None]
+        else:
+            weight_NJ = (lifted_NJ - base_N[:, None]) * scale_N[:, None]
         out_at = out_ptr + output_N[:, None].to(tl.int64) * num_inputs + input_J[None, :]
         mask_NJ = mask_N & (input_J < num_inputs)[None, :]
         tl.store(out_at, weight_NJ.to(out_ptr.dtype.element_ty), mask=mask_NJ)
@@ -269,15 +282,16 @@ def _dequantize(
 class TiledInt4:
     """A `GroupIntWeight` in the order that the kernels read, described at the head of the file.
 
-    group_CNG2: the scale and 16 + zero of each group, in the narrowest type that represents the scales exactly. Groups
-    of several blocks are repeated for each block. adjacent: the order of words. Inputs are padded to whole chunks; no
-    product reads the padding.
+    group_CNG2: the scale and 16 + zero of each group, in the narrowest type that represents the scales exactly; or the
+    scale and the minimum if `has_minima`. Groups of several blocks are repeated for each block. adjacent: the order of
+    words. Inputs are padded to whole chunks; no product reads the padding.
     """
 
     word_BNW: torch.Tensor  # int32
     group_CNG2: torch.Tensor
     num_inputs: int
     adjacent: int
+    has_minima: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -303,9 +317,13 @@ class TiledInt4:
         num_inputs = weight.in_features
         missing = -num_inputs % CHUNK
         q_NK = torch.nn.functional.pad(weight.q_NK.to(device), (0, missing))
-        scale_NG = narrowest(weight.scales_NG.to(device))
-        base_NG = (weight.zeros_NG.to(device) + 16).to(scale_NG.dtype)
-        group_NG2 = torch.stack([scale_NG, base_NG], dim=-1)
+        scale_NG, zero_NG = weight.scales_NG.to(device), weight.zeros_NG.to(device)
+        minima = has_minima(weight)
+        if minima:
+            group_NG2 = narrowest(torch.stack([scale_NG, -zero_NG * scale_NG], dim=-1))
+        else:
+            scale_NG = narrowest(scale_NG)
+            group_NG2 = torch.stack([scale_NG, (zero_NG + 16).to(scale_NG.dtype)], dim=-1)
         group_NG2 = group_NG2.repeat_interleave(max(1, weight.group_size // BLOCK), dim=1)
         per_chunk = CHUNK // min(BLOCK, weight.group_size)
         extra = (num_inputs + missing) * per_chunk // CHUNK - group_NG2.shape[1]
@@ -315,6 +333,7 @@ class TiledInt4:
             group_NG2.unflatten(1, (-1, per_chunk)).transpose(0, 1).contiguous(),
             num_inputs,
             adjacent,
+            minima,
         )
 
 
@@ -345,13 +364,15 @@ def adjacent_inputs(target: CompileTarget) -> int:
 
 
 def supports(weight: GroupIntWeight) -> bool:
-    """Return whether the kernels support a weight: 4 bits, groups of 32, 64 or a multiple of 128 inputs, and integer
-    zero points from 0 to 240, since bfloat16 represents 16 + 240 exactly."""
-    size, zeros_NG = weight.group_size, weight.zeros_NG
-    if weight.bits != 4:
-        return False
-    whole = bool(((zeros_NG == zeros_NG.round()) & (zeros_NG >= 0) & (zeros_NG <= 240)).all())
-    return whole and (size in (32, 64) or size % BLOCK == 0)
+    """Return whether the kernels support a weight: 4 bits, groups of 32, 64 or a multiple of 128 inputs."""
+    return weight.bits == 4 and (weight.group_size in (32, 64) or weight.group_size % BLOCK == 0)
+
+
+def has_minima(weight: GroupIntWeight) -> bool:
+    """Return whether zero points are read as minima: unless they are integers from 0 to 240, since bfloat16 represents
+    16 + 240 exactly."""
+    zeros_NG = weight.zeros_NG
+    return not bool(((zeros_NG == zeros_NG.round()) & (zeros_NG >= 0) & (zeros_NG <= 240)).all())
 
 
 def narrowest(values: torch.Tensor) -> torch.Tensor:
@@ -431,6 +452,7 @@ def int4_launches(
             "TOKENS": tile.tokens,
             "WHOLE": num_inputs % CHUNK == 0,
             "BIASED": bias_N is not None and tile.parts == 1,
+            "MINIMA": weight.has_minima,
         },
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -446,5 +468,5 @@ def dequantize_launch(weight: TiledInt4, out_NK: torch.Tensor) -> Launch:
         _dequantize,
         (-(-weight.num_outputs // outputs), len(weight.word_BNW)),
         (weight.word_BNW, weight.group_CNG2, out_NK, weight.num_outputs, weight.num_inputs),
-        {"ADJACENT": weight.adjacent, "GROUP": weight.group_size, "OUTPUTS": outputs},
+        {"ADJACENT": weight.adjacent, "GROUP": weight.group_size, "OUTPUTS": outputs, "MINIMA": weight.has_minima},
     )

@@ -42,6 +42,24 @@ def test_the_fused_product_and_the_weight_itself(
 
 
 @DTYPES
+@pytest.mark.parametrize("change", ["fractions", "large"])
+def test_zero_points_that_are_minima(change: str, dtype: torch.dtype) -> None:
+    """As those of GGUF's groups are; and one above those that bfloat16 represents next to 16."""
+    weight = random_weight(70, 160, 32, bias=True)
+    if change == "fractions":
+        weight.zeros_NG.mul_(1.3).sub_(2.7)
+    else:
+        weight.zeros_NG[0, 0] = 241
+    linear = TwoPathLinear(weight, dtype, DEVICE)
+    assert linear.tiled.has_minima
+    rounding = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert torch.allclose(linear.kept_NK.cpu().float(), weight.dequantize(torch.float32), rtol=rounding, atol=rounding)
+    for tokens in (1, 17):
+        x_MK = torch.randn(tokens, 160).to(DEVICE, dtype)
+        assert relative_error(linear.fused(x_MK), weight, x_MK) < 2 * PRODUCT[dtype], tokens
+
+
+@DTYPES
 @pytest.mark.parametrize("bias", [False, True])
 def test_inputs_in_parts(bias: bool, dtype: torch.dtype) -> None:
     weight = random_weight(20, 1152, 128, bias)
@@ -141,13 +159,8 @@ def test_linears_share_a_scratch() -> None:
         assert not hasattr(linear, "kept_NK")
 
 
-@pytest.mark.parametrize("change", ["group", "zeros", "large zeros"])
-def test_what_the_kernels_do_not_serve_goes_to_cublas(change: str) -> None:
-    weight = random_weight(8, 96, 48) if change == "group" else random_weight(8, 96, 32)
-    if change == "zeros":
-        weight.zeros_NG[0, 0] = 7.5
-    if change == "large zeros":
-        weight.zeros_NG[0, 0] = 241
+def test_what_the_kernels_do_not_serve_goes_to_cublas() -> None:
+    weight = random_weight(8, 96, 48)
     assert not supports(weight)
     linear = prepare_linear(weight, torch.float32, DEVICE)
     assert isinstance(linear, TorchLinear)
