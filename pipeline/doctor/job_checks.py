@@ -193,9 +193,8 @@ def _weights(folder: Path) -> Check:
     if absent:
         raise ModelError(f"{index}: {len(absent)} tensors are missing from the files: {', '.join(absent[:3])}")
     size = sum(file.stat().st_size for file in files)
-    return Check(
-        "model", "weights", "ok", f"{len(tensors):,} tensors in {len(files):,} safetensors, {shown_bytes(size)}"
-    )
+    kind = "GGUF" if is_gguf(files[0].name) else "safetensors"
+    return Check("model", "weights", "ok", f"{len(tensors):,} tensors in {len(files):,} {kind}, {shown_bytes(size)}")
 
 
 def _tokenizer(folder: Path, setup: Setup) -> Iterator[Check]:

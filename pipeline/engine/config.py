@@ -13,7 +13,8 @@ from pipeline.engine.speculation.config import SpeculationConfig, SpeculationMet
 class EngineConfig:
     """Configuration of an engine. `None` and "auto" are resolved from the checkpoint and the machine.
 
-    model: folder with config.json, safetensors and tokenizer files (a text or a Path), or a Hugging Face id.
+    model: folder with config.json, safetensors and tokenizer files (a text or a Path), a GGUF file, or a Hugging Face
+    id.
     device: "auto", "cpu", "cuda" or "cuda:N". dtype: "auto", "bfloat16", "float16" or "float32".
     max_num_seqs: maximum running sequences. max_num_batched_tokens: maximum tokens of one step. The defaults are in
     `startup/batch_limits.py`.

@@ -5,7 +5,7 @@ safetensors library checks headers: sizes, types and offsets must cover the file
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,10 @@ class LayerWeights:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a model folder. Raises ModelError for pickles, unsafe names, missing shards."""
+    """Return the safetensors or GGUF files of a model folder. Raises ModelError for pickles, unsafe names, missing
+    shards."""
+    if (folder / GGUF_TABLE).is_file():
+        return [folder / name for name in read_json(folder / GGUF_TABLE)["files"]]
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"
@@ -101,7 +104,7 @@ class Checkpoint:
 
     unused: suffixes of tensor names that may be left. device: device of the returned tensors. On a GPU, quantized
     tensors arrive as stored and are unpacked there, which costs the host neither memory nor time. files: those to read,
-    if not the model's. gguf: the tensors, if they are not in safetensors files.
+    if not the model's. names: from a GGUF tensor's name to the family's, see `gguf_names`; else names are GGUF's.
     """
 
     def __init__(
@@ -110,13 +113,15 @@ class Checkpoint:
         unused: tuple[str, ...] = (),
         device: torch.device = CPU,
         files: Sequence[Path] | None = None,
-        gguf: GgufTensors | None = None,
+        names: Callable[[str], tuple[str, int | None]] = lambda stem: (stem, None),
     ) -> None:
         self.folder, self.device = folder, device
         self.home: dict[str, Path] = {}
-        self.open: dict[Path, Any] = {} if gguf is None else {folder / GGUF_TABLE: gguf}
-        if gguf is None:
-            self.open |= {path: _opened(path) for path in (checkpoint_files(folder) if files is None else files)}
+        table = folder / GGUF_TABLE
+        if table.is_file() and files is None:
+            self.open: dict[Path, Any] = {table: GgufTensors(folder, read_json(table), names)}
+        else:
+            self.open = {path: _opened(path) for path in (checkpoint_files(folder) if files is None else files)}
         for path, handle in self.open.items():
             for name in [*handle.keys()]:
                 if name in self.home:
@@ -205,14 +210,11 @@ class WeightReader:
     def __init__(self, folder: Path, config: ModelConfig, device: torch.device = CPU) -> None:
         self.config = config
         num_experts = max((each.experts.num_experts for each in config.layers if each.experts), default=0)
-        gguf = None
-        if (folder / GGUF_TABLE).is_file():
-            gguf = GgufTensors(folder, read_json(folder / GGUF_TABLE), gguf_names(config.names, num_experts))
         self.checkpoint = Checkpoint(
             folder,
             unused=(*CACHE_SCALES, *(config.quantization.unused if config.quantization is not None else ())),
             device=device,
-            gguf=gguf,
+            names=gguf_names(config.names, num_experts),
         )
         embedding = f"{config.names.embedding}.weight"
         found = (prefix for prefix in PREFIXES if f"{prefix}{embedding}" in self.checkpoint)

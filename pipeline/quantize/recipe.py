@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.checkpoints.file_checks import GGUF_TABLE
 from pipeline.checkpoints.quantizer_files import quantization_options
 from pipeline.errors import ConfigError, ModelError
 from pipeline.model.config import ModelConfig, read_config
@@ -59,6 +60,8 @@ def check_plain(source: Path) -> ModelConfig:
             f"{source}: is already quantized ({options.get('quant_method') or 'quantization_config'} in {path.name}); "
             "use the 16- or 32-bit checkpoint that it was made from"
         )
+    if (source / GGUF_TABLE).is_file():
+        raise ModelError(f"{source}: is made of a GGUF file; use the safetensors checkpoint that it was made from")
     config = as_stored(read_config(source), source)
     if config.names.is_transposed or any(layer.rope.rotary_dim for layer in config.layers):
         raise ModelError(f"{source}: models of this family cannot be quantized here yet; serve the 16-bit checkpoint")

@@ -15,10 +15,10 @@ Elephants Can't Run"). Blocks are the outermost dimension, so a tile of outputs 
 weight = (q - zero) * scale. 16 + zero is subtracted from 16 + q in registers, which is exact: both are integers of at
 most 256. For wgmma one instruction subtracts from two halves at once. The scale is applied after the dot product of
 each group, in float32. Zero points that are no integers are minima: weight = q * scale + minimum; the sum of the
-group's inputs times the minimum is added. The scale and 16 + zero (or the minimum) of a group are adjacent, and a step of the loop processes a chunk of two
-blocks, so that each thread copies the 4 bytes that an asynchronous copy needs. The outputs are the rows of a tile and
-the tokens its columns, because only the left operand of wgmma may come from registers, and few tokens fit its narrow
-side.
+group's inputs times the minimum is added. The scale and 16 + zero (or the minimum) of a group are adjacent, and a step
+of the loop processes a chunk of two blocks, so that each thread copies the 4 bytes that an asynchronous copy needs. The
+outputs are the rows of a tile and the tokens its columns, because only the left operand of wgmma may come from
+registers, and few tokens fit its narrow side.
 
 Suffixes: N outputs, K inputs, M tokens, C chunks, B blocks, W words of a block (16), L threads (4) that share a row's
 words, Q quarters of a block, G groups of a chunk, P parts of the inputs, and J inputs of a dot product.
