@@ -5,6 +5,7 @@ Face cache. Any other link is refused: it could point to any file of the machine
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,20 @@ from pipeline.errors import ModelError
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]  # no pickles, no code
 GGUF_TABLE = "gguf.json"  # describes the tensors of GGUF files, in a folder that `gguf_folder.py` made
 MAX_JSON_BYTES = 16 << 20  # the index of a checkpoint with a thousand experts has 10 MB
+_SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+
+
+def is_gguf(path: str) -> bool:
+    """Return whether `path` names a GGUF file."""
+    return path.endswith(".gguf")
+
+
+def split_files(name: str) -> list[str]:
+    """Return the names of all files of a GGUF checkpoint, given one of them."""
+    match = _SPLIT.fullmatch(name)
+    if match is None:
+        return [name]
+    return [f"{match[1]}-{index:05d}-of-{match[2]}.gguf" for index in range(1, int(match[2]) + 1)]
 
 
 def checked_file(path: Path, max_bytes: int | None = None, model: Path | None = None) -> Path:

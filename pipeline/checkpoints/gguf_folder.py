@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoints.cache import cache_folder, disk_errors, entry_lock
-from pipeline.checkpoints.file_checks import GGUF_TABLE, checked_file
-from pipeline.checkpoints.locate import split_files
+from pipeline.checkpoints.file_checks import GGUF_TABLE, checked_file, split_files
 from pipeline.errors import ModelError
 from pipeline.weights.gguf import BLOCK_TYPES, FLOAT_TYPES
 
@@ -171,7 +170,7 @@ def _types(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _config(values: _Metadata, table: dict[str, Any], readers: Sequence[Any]) -> dict[str, Any]:
-    """Return the contents of config.json, after llama.cpp's `convert_hf_to_gguf.py`, which writes the header."""
+    """Return the contents of config.json, after llama.cpp's converter, which writes the header."""
     shapes = {tensor["name"]: tensor["shape"] for tensor in table["tensors"]}
     architecture, hidden, heads = values("general.architecture"), values("embedding_length"), table["heads"][0]
     head_dim = values("attention.key_length") or hidden // heads

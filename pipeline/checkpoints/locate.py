@@ -6,13 +6,12 @@ or a GGUF file in one of the last three (`folder/x.gguf`, `owner/name/x.gguf`).
 
 import os
 import posixpath
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.checkpoints.cache import cache_folder, fetch_model
-from pipeline.checkpoints.file_checks import GGUF_TABLE, PATTERNS
+from pipeline.checkpoints.file_checks import GGUF_TABLE, PATTERNS, is_gguf, split_files
 from pipeline.demo import NAMES, demo_model
 from pipeline.errors import ModelError
 from pipeline.machine.caches import hub_folder
@@ -22,7 +21,6 @@ from pipeline.stores.retries import RetryCounts
 
 ModelKind = Literal["embedded", "url", "folder", "id", "missing", "none"]
 
-_SPLIT = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
 EMBEDDED_MODELS = ("demo", *(f"demo:{name}" for name in NAMES))
 
 
@@ -41,19 +39,6 @@ def model_kind(path: str) -> ModelKind:
     if os.path.exists(location):  # False without the permission to look
         return "folder" if os.path.isdir(location) or is_gguf(path) else "missing"
     return "id" if path.count("/") == 1 + is_gguf(path) and not path.startswith((".", "/", "~")) else "missing"
-
-
-def is_gguf(path: str) -> bool:
-    """Return whether `path` names a GGUF file."""
-    return path.endswith(".gguf")
-
-
-def split_files(name: str) -> list[str]:
-    """Return the names of all files of a GGUF checkpoint, given one of them."""
-    match = _SPLIT.fullmatch(name)
-    if match is None:
-        return [name]
-    return [f"{match[1]}-{index:05d}-of-{match[2]}.gguf" for index in range(1, int(match[2]) + 1)]
 
 
 def resolve_model(

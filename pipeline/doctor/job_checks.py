@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoints.adapters import adapter_here
 from pipeline.checkpoints.cache import cache_folder, check_copy
 from pipeline.checkpoints.chat_template import read_template
-from pipeline.checkpoints.locate import checkpoint_problem, folder_here, is_gguf, locate_model, model_kind
+from pipeline.checkpoints.file_checks import is_gguf
+from pipeline.checkpoints.locate import checkpoint_problem, folder_here, locate_model, model_kind
 from pipeline.checkpoints.quantizer_files import CONFIG, QUANTIZER_FILES
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import open_source

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from pipeline.checkpoints.locate import checkpoint_problem, is_gguf, locate_model, model_kind
+from pipeline.checkpoints.file_checks import is_gguf
+from pipeline.checkpoints.locate import checkpoint_problem, locate_model, model_kind
 from pipeline.config import job_from_flags
 from pipeline.data.columns import is_text
 from pipeline.data.requests.input_checks import Requests

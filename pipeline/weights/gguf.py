@@ -40,7 +40,7 @@ class BlockType:
 
     @property
     def is_fused(self) -> bool:
-        """Whether a GPU's fused kernels read the form."""
+        """True if a GPU's fused kernels read the form."""
         return self.bits == 4 and self.group_size >= 32
 
 
@@ -49,13 +49,14 @@ class GgufFormat:
     """Linears of a GGUF checkpoint.
 
     sizes: number of weights of the linears of all layers by type. embedding, head: types of the input and the output
-    embedding. bits: of most weights. group_size: the smallest.
+    embedding. bits, group_size: of the quantized type of most weights.
     """
 
     sizes: dict[str, int]
     embedding: str
     head: str
     has_activations: bool = False
+    activations: str | None = None
     has_codes: bool = False
     unused: tuple[str, ...] = ()
 
@@ -70,11 +71,16 @@ class GgufFormat:
 
     @property
     def bits(self) -> int:
-        return 4 if self.mean(lambda kind: float(kind is not None and kind.bits == 4)) >= 0.5 else 8
+        return 8 if self._main is None else self._main.bits
 
     @property
     def group_size(self) -> int | None:
-        return min((BLOCK_TYPES[name].group_size for name in self.sizes if name in BLOCK_TYPES), default=None)
+        return None if self._main is None else self._main.group_size
+
+    @property
+    def _main(self) -> "BlockType | None":
+        quantized = [name for name in self.sizes if name in BLOCK_TYPES]
+        return BLOCK_TYPES[max(quantized, key=self.sizes.__getitem__)] if quantized else None
 
     @property
     def forms(self) -> set[str]:

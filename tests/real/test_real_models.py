@@ -17,8 +17,8 @@ from tests.real.models import INSTALL, dense_folder, gemma3, reference, smollm2,
 pytestmark = pytest.mark.timeout(3600)  # they read the whole model several times
 
 QUESTIONS = {"capital": "What is the capital of France?", "sum": "What is 2 + 3?", "color": "Name a color.",
-             "days": "How many days does a week have?", "cold": "What is the opposite of hot?"}  # fmt: skip
-EXPECTED = {"capital": "Paris", "sum": "5", "days": "seven|7", "cold": "cold"}
+             "verse": "Write one line about rain.", "cold": "What is the opposite of hot?"}  # fmt: skip
+EXPECTED = {"capital": "Paris", "sum": "5", "cold": "cold"}
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def run_job(folder: Path, rows: list[dict[str, object]], **job: object) -> list[
     path.write_text(yaml.safe_dump(paths | job))
     done = CliRunner().invoke(cli, ["run", str(path)], catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    return pq.read_table(folder / "out").to_pylist()
+    return sorted(pq.read_table(folder / "out").to_pylist(), key=lambda row: row["source_row"])
 
 
 def test_a_job_of_four_lines_gives_sensible_answers(smol: Path, tmp_path: Path) -> None:
@@ -85,10 +85,10 @@ def test_a_job_of_four_lines_gives_sensible_answers(smol: Path, tmp_path: Path) 
     found = run_job(tmp_path / "chat", rows, **job)
     assert len(found) == 200
     assert sum(row["finish_reason"] == "stop" for row in found) >= 160
-    assert not any("<|im_end|>" in row["completion"] for row in found)
+    assert not any("<|im_end|>" in row["generated_text"] for row in found)
     for name, words in EXPECTED.items():
-        answers = {row["completion"] for row in found if row["name"] == name}
-        assert any(word in answer for answer in answers for word in words.split("|")), (name, answers)
+        answers = {row["generated_text"] for row in found if rows[row["source_row"]]["name"] == name}
+        assert any(words in answer for answer in answers), (name, answers)
 
 
 def test_structured_outputs_are_valid(smol: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_structured_outputs_are_valid(smol: Path, tmp_path: Path) -> None:
     sampling = {"max_tokens": 64, "structured_outputs": {"json": schema}}
     job = {"model": str(smol), "prompt": {"messages": "messages"}, "sampling": sampling}
     for row in run_job(tmp_path / "json", rows, **job):
-        person = json.loads(str(row["completion"]))
+        person = json.loads(str(row["generated_text"]))
         assert set(person) == {"name", "age"}
 
 

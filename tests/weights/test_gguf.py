@@ -12,7 +12,10 @@ import torch
 
 from pipeline.checkpoints.digest import model_digest
 from pipeline.checkpoints.locate import checkpoint_problem, locate_model, model_kind
+from pipeline.engine.startup.memory import weight_bytes
 from pipeline.errors import ModelError
+from pipeline.model.config import read_config
+from pipeline.model.decoder import StackedLinears
 from pipeline.weights.gguf import BLOCK_TYPES
 from pipeline.weights.packed import GroupIntWeight
 from tests.model_folders import FAMILIES, VOCAB, Family, load_reference, small_config, write_checkpoint
@@ -192,6 +195,22 @@ def test_types_without_kernels_are_refused_by_name(tmp_path: Path) -> None:
         file.write_bytes(whole[:at] + bytes([number]) + whole[at + 1 :])
         with pytest.raises(ModelError, match=f"tensor blk.0.ffn_up.weight is {name}: expected one of F32"):
             locate_model(str(file))
+
+
+def test_the_account_of_memory_is_what_an_engine_holds(tmp_path: Path) -> None:
+    """On a CPU in float32, within 2 %."""
+    file, _ = make(tmp_path, "llama2", intermediate_size=512)
+    with float32_engine(file) as engine:
+        decoder = engine.runner.decoder
+        held = sum(tensor.nbytes for tensor in vars(decoder.embedding).values() if isinstance(tensor, torch.Tensor))
+        linears = [decoder.lm_head]
+        for layer in decoder.layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                linears += linear.parts if isinstance(linear, StackedLinears) else [linear]
+        held += sum(array.nbytes for each in linears for array in vars(each).values() if isinstance(array, np.ndarray))
+    config = read_config(locate_model(str(file)))
+    counted = weight_bytes(config, torch.device("cpu"), torch.float32)
+    assert abs(counted - held) < 0.02 * held, (counted, held)
 
 
 def test_without_the_package_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_each_output_keeps_its_weight(case: str, biased: bool) -> None:
 
 
 def test_outputs_of_parts_of_several_forms_are_selected_part_by_part() -> None:
-    """As rotary positions and several GPUs select those of fused q, k and v."""
+    """Rotary positions and several GPUs select those of fused q, k and v."""
     parts = [grouped(8), replace(grouped(4, 8), bias_N=torch.arange(4.0)), coded(4)]
     fused, rows = concatenate(parts), torch.tensor([5, 1, 0, 7, 11, 8, 13, 12])
     selected = select_outputs(fused, rows)

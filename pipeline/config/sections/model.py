@@ -15,8 +15,8 @@ class ModelSection(ConfigSection):
     """Checkpoint, its quantization on load, and its adapters. Neither affects a draft model."""
 
     path: ModelPath = Field(
-        description="Checkpoint: a folder, a GGUF file, an fsspec url or a Hugging Face id of either, or an embedded one: "
-        "demo:target-awq.",
+        description="Checkpoint: a folder, a GGUF file, an fsspec url or a Hugging Face id of either, or an embedded "
+        "one: demo:target-awq.",
         examples=["Qwen/Qwen3-4B", "models/Llama-3.1-8B-Instruct", "models/Qwen3-4B-Q4_K_M.gguf"],
     )
     quantization: Literal["none", "fp8", "int8", "int4-rtn", "nf4"] = Field(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.checkpoints.adapters import ADAPTER_FILES, adapter_here, resolve_adapter
-from pipeline.checkpoints.locate import checkpoint_problem, folder_here, is_gguf, model_kind, resolve_model, split_files
+from pipeline.checkpoints.file_checks import is_gguf, split_files
+from pipeline.checkpoints.locate import checkpoint_problem, folder_here, model_kind, resolve_model
 from pipeline.errors import ModelError, PipelineError
 from pipeline.job.planning.checkpoint_values import MODEL_FILES
 from pipeline.stores.filesystem import filesystem, is_url, storage_for

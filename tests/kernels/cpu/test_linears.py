@@ -108,7 +108,7 @@ def is_product(y_MN: torch.Tensor, kind: str, weight: LinearWeight, x_MK: torch.
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.endswith(("int4", "int8"))])
 def test_zero_points_that_are_no_integers(kind: str) -> None:
-    """As minima of GGUF's groups are."""
+    """Minima of GGUF's groups are such."""
     torch.manual_seed(0)
     for halves in (True, False):
         weight = weight_of(kind, (101, 256), 32, halves)

@@ -44,7 +44,7 @@ def test_the_fused_product_and_the_weight_itself(
 @DTYPES
 @pytest.mark.parametrize("change", ["fractions", "large"])
 def test_zero_points_that_are_minima(change: str, dtype: torch.dtype) -> None:
-    """As those of GGUF's groups are; and one above those that bfloat16 represents next to 16."""
+    """Those of GGUF's groups are; so is one above those that bfloat16 represents next to 16."""
     weight = random_weight(70, 160, 32, bias=True)
     if change == "fractions":
         weight.zeros_NG.mul_(1.3).sub_(2.7)
