@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from pipeline.kernels.ranks import Exchange, OneRank
+from pipeline.weights.packed import DenseWeight, LinearWeight
 
 T = TypeVar("T")
 
@@ -26,7 +27,9 @@ class ThreadRanks(OneRank):
             x_TH.copy_(torch.stack(self._all(x_TH)).sum(dim=0))
         return x_TH
 
-    def embed(self, token_ids_T: torch.Tensor, embedding_LH: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def embed(self, token_ids_T: torch.Tensor, embedding: LinearWeight, dtype: torch.dtype) -> torch.Tensor:
+        assert isinstance(embedding, DenseWeight)
+        embedding_LH = embedding.weight_NK
         local_T = token_ids_T - self.rank * len(embedding_LH)
         here_T = (local_T >= 0) & (local_T < len(embedding_LH))
         x_TH = torch.zeros(len(token_ids_T), embedding_LH.shape[1], dtype=dtype)

@@ -1,5 +1,6 @@
 """Our tokens and logits against those of transformers, in float32."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,9 @@ def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
         return model(torch.tensor([token_ids])).logits[0].float()
 
 
-def greedy_reference(model: Any, prompt: list[int], num_tokens: int, guess: list[int]) -> list[int]:
+def greedy_reference(model: Any, prompt: list[int], num_tokens: int, guess: Sequence[int] = ()) -> list[int]:
     """Return the reference's tokens. One pass verifies those of the guess; the rest is generated token by token."""
+    guess = list(guess)
     best = reference_logits(model, prompt + guess)[len(prompt) - 1 : -1].argmax(-1).tolist()
     right = next((i for i, (ours, theirs) in enumerate(zip(guess, best, strict=True)) if ours != theirs), len(guess))
     if right == num_tokens:

@@ -203,7 +203,9 @@ def test_layers_see_what_transformers_layers_see(tmp_path, name):
         for ids in texts:
             model(torch.tensor([ids]))
     reader = WeightReader(base, read_config(base))
-    calibration = Calibration(reader.config, reader.embedding(), None, texts, torch.device("cpu"))
+    calibration = Calibration(
+        reader.config, reader.embedding().dequantize(torch.float32), None, texts, torch.device("cpu")
+    )
     for index, weights in enumerate(reader.layers()):
         moments = calibration.moments(index, weights)
         for field, parts in reader.config.linears(index).items():

@@ -68,4 +68,4 @@ def test_a_checkpoint_hands_its_tensors_out_on_the_device(tmp_path: Path) -> Non
     assert {tensor.device.type for tensor in tensors.values()} == {"meta"}
     assert any(tensor.dtype == torch.int32 for tensor in tensors.values()), "words, as they are stored"
     reader = WeightReader(packed, read_config(packed), META)
-    assert reader.embedding().device == reader.checkpoint.device == META
+    assert reader.embedding().weight_NK.device == reader.checkpoint.device == META

@@ -84,7 +84,7 @@ def check(file: Path, dense: Path, **options: object) -> str:
             # sums of 256 inputs, not of some 64 as elsewhere
             assert float(difference) < 2 * LOGIT_TOLERANCE * max(1.0, float(expected.abs().max()) / 10)
         for prompt, ours in zip(prompts, engine.generate(prompts, greedy(16))):
-            compare_greedy(model, prompt, ours.token_ids, greedy_reference(model, prompt, 16), seen)
+            compare_greedy(model, prompt, ours.token_ids, greedy_reference(model, prompt, 16, ours.token_ids), seen)
         assert seen.near_ties == 0
         return engine.resolved["weights"]
 
@@ -207,7 +207,7 @@ def test_the_account_of_memory_is_what_an_engine_holds(tmp_path: Path) -> None:
         for layer in decoder.layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 linears += linear.parts if isinstance(linear, StackedLinears) else [linear]
-        held += sum(array.nbytes for each in linears for array in vars(each).values() if isinstance(array, np.ndarray))
+        held += sum(array.nbytes for each in linears for array in each._weight if isinstance(array, np.ndarray))
     config = read_config(locate_model(str(file)))
     counted = weight_bytes(config, torch.device("cpu"), torch.float32)
     assert abs(counted - held) < 0.02 * held, (counted, held)

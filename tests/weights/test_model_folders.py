@@ -132,7 +132,7 @@ def check(quantized: Path, dense: Path, weights: str) -> None:
             difference = (our_logits(engine, prompt) - expected).abs().max()
             assert float(difference) < LOGIT_TOLERANCE * max(1.0, float(expected.abs().max()) / 10)
         for prompt, ours in zip(prompts, engine.generate(prompts, greedy(16))):
-            compare_greedy(model, prompt, ours.token_ids, greedy_reference(model, prompt, 16), seen)
+            compare_greedy(model, prompt, ours.token_ids, greedy_reference(model, prompt, 16, ours.token_ids), seen)
     assert seen.near_ties == 0
 
 
@@ -177,7 +177,7 @@ def test_modules_not_converted_and_mixed_ones_are_fused_as_they_are(tmp_path: Pa
 
     folders = write_pair(tmp_path, quantization, pack, {"tie_word_embeddings": True})
     kinds = "compressed-tensors int4, groups of 32 and int8, a scale for each output"
-    check(*folders, f"{kinds}; 3 fused linears of several formats dequantized")
+    check(*folders, kinds)
 
 
 def test_overrides_of_gptqmodel(tmp_path: Path) -> None:

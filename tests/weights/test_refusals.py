@@ -44,7 +44,7 @@ def weights(**change: Any) -> dict[str, Any]:
     [
         (
             {},
-            "quant_method = None is not supported; expected one of awq, gptq, compressed-tensors, fp8, modelopt, mxfp4,"
+            "quant_method = None is not supported; expected one of awq, gptq, compressed-tensors, fp8, modelopt, mxfp4, gguf,"
             " or a 16-",
         ),
         (
@@ -255,7 +255,7 @@ def test_mutated_configs_are_read_or_refused() -> None:
             except ModelError:
                 refused += 1
     assert refused > 200
-    assert set(READERS) == {"awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4"}
+    assert set(READERS) == {"awq", "gptq", "compressed-tensors", "fp8", "modelopt", "mxfp4", "gguf"}
 
 
 @pytest.mark.parametrize("broken", [0.0, -1.0])
