@@ -198,7 +198,7 @@ def test_types_without_kernels_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_the_account_of_memory_is_what_an_engine_holds(tmp_path: Path) -> None:
-    """On a CPU in float32, within 2 %."""
+    """Within 2 %, on a CPU in float32."""
     file, _ = make(tmp_path, "llama2", intermediate_size=512)
     with float32_engine(file) as engine:
         decoder = engine.runner.decoder
