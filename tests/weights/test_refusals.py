@@ -44,8 +44,8 @@ def weights(**change: Any) -> dict[str, Any]:
     [
         (
             {},
-            "quant_method = None is not supported; expected one of awq, gptq, compressed-tensors, fp8, modelopt, mxfp4, "
-            "gguf, or a 16-",
+            "quant_method = None is not supported; expected one of awq, gptq, compressed-tensors, fp8, modelopt, mxfp4,"
+            " gguf, or a 16-",
         ),
         (
             {"quant_method": "squeezellm"},
