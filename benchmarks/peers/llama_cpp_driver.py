@@ -1,11 +1,12 @@
 """llama.cpp through the server in xllamacpp's wheel. Run with xllamacpp 2026.10.11549 and gguf 0.19 on AVX2.
 
-Use `--peer llama.cpp=/path/to/environment/bin/python`, an environment with the packages xllamacpp and gguf. The driver
-writes the checkpoint as GGUF once, into the task's work folder. It converts the dequantized weights of an AWQ
-checkpoint to Q4_0 (4 bits in groups of 32): about the same size, but not the same values. The embedding and head stay
-in 16 bit, as in AWQ. Other checkpoints become bfloat16. llama.cpp rounds activations to 8 bits for Q4_0 and keeps keys
-and values in float16. A GGUF model is read as it is. llama.cpp's own converter supports published tokenizers only. Here prompts and outputs are token
-ids, so the file's token names are placeholders. Requests wait for a free slot of the server.
+Use `--peer llama.cpp=/path/to/environment/bin/python`, an environment with the packages xllamacpp and gguf. A GGUF
+model is read as it is; of another the driver writes GGUF once, into the task's work folder. It converts the dequantized
+weights of an AWQ checkpoint to Q4_0 (4 bits in groups of 32): about the same size, but not the same values. The
+embedding and head stay in 16 bit, as in AWQ. Other checkpoints become bfloat16. llama.cpp rounds activations to 8 bits
+for Q4_0 and keeps keys and values in float16. llama.cpp's own converter supports published tokenizers only. Here
+prompts and outputs are token ids, so the file's token names are placeholders. Requests wait for a free slot of the
+server.
 """
 
 import glob
