@@ -87,9 +87,12 @@ def _write(folder: Path, files: Sequence[Path]) -> None:
         readers = [GGUFReader(file) for file in files]
     except Exception as error:  # the library raises many kinds for a malformed file
         raise ModelError(f"{files[0].parent}: not a valid GGUF file, or cut off ({error})") from None
-    values = _metadata(readers[0], files[0])
-    table = _table(readers, files, values)
-    config = _config(values, table, readers)
+    try:
+        values = _metadata(readers[0], files[0])
+        table = _table(readers, files, values)
+        config = _config(values, table, readers)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{files[0]}: a field of the header is missing or malformed ({error})") from None
     try:
         from transformers import AutoTokenizer
 
