@@ -174,6 +174,9 @@ def _types(tensors: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _config(values: _Metadata, table: dict[str, Any], readers: Sequence[Any]) -> dict[str, Any]:
     """Return the contents of config.json, after llama.cpp's converter, which writes the header."""
+    for key in ("embedding_length", "block_count", "context_length", "feed_forward_length", "attention.head_count"):
+        if type(values(key)) is not int:
+            raise ValueError(f"{key} = {values(key)!r:.80}, expected an integer")
     shapes = {tensor["name"]: tensor["shape"] for tensor in table["tensors"]}
     architecture, hidden, heads = values("general.architecture"), values("embedding_length"), table["heads"][0]
     head_dim = values("attention.key_length") or hidden // heads
