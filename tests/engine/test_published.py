@@ -238,7 +238,7 @@ def test_planned_bytes_are_those_of_the_loaded_weights(
         decoder = LoadedModel.load(folder, model, resolved).decoder
     layer, head = decoder.layers[0], decoder.lm_head
     assert isinstance(head, TorchLinear)
-    loaded = decoder.embedding_VH.nbytes + head.weight_NK.nbytes
+    loaded = decoder.embedding.weight_NK.nbytes + head.weight_NK.nbytes
     for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
         loaded += linear.weight.num_bytes if isinstance(linear, Fp8Linear) else 0
         loaded += linear.tiled.num_bytes + linear.kept_NK.nbytes if isinstance(linear, TwoPathLinear) else 0
