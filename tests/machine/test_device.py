@@ -24,6 +24,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     selected: list[int] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.append(_get_device_index(device)))
     return selected

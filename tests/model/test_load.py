@@ -141,19 +141,15 @@ def test_a_family_is_either_supported_or_refused_with_a_reason() -> None:
 
 
 def test_a_path_that_is_no_checkpoint_is_described(folder: Path, tmp_path: Path, monkeypatch) -> None:
-    (tmp_path / "m.gguf").write_bytes(b"GGUF")
-    for name, file in (("empty", None), ("lora", "adapter_config.json"), ("quants", "q4.gguf"), ("data", "a.txt")):
+    for name, file in (("empty", None), ("lora", "adapter_config.json"), ("data", "a.txt")):
         (tmp_path / name).mkdir()
         if file is not None:
             (tmp_path / name / file).write_text("{}")
     monkeypatch.chdir(tmp_path)
     for name, message in {
-        "m.gguf": "is a GGUF file; expected the folder of a safetensors",
-        "./m.gguf": "is a GGUF file",
         "lora/adapter_config.json": "is a file; expected the folder of",
         "empty": "is an empty folder; expected",
         "lora": "has adapter_config.json but no config.json: a LoRA adapter",
-        "quants": "has GGUF files but no config.json",
         "data": "has no config.json; expected",
         "none": "no such folder, and not a Hugging Face id",
     }.items():

@@ -176,7 +176,9 @@ def test_damaged_and_unsupported_files_are_refused_by_name(tmp_path: Path, cache
     with pytest.raises(ModelError, match=r"general\.architecture = 'lamma': expected one of llama, qwen2"):
         locate_model(str(other))
     other.write_bytes(whole.replace(b"llama.embedding_length", b"llama.embedding_lengtg"))
-    with pytest.raises(ModelError, match=r"other\.gguf: a field of the header is missing or malformed \(embedding_length = None"):
+    with pytest.raises(
+        ModelError, match=r"other\.gguf: a field of the header is missing or malformed \(embedding_length = None"
+    ):
         locate_model(str(other))
     assert not [path for path in (cache / "models").iterdir() if path.is_dir() and path.name.startswith(".")]
 
