@@ -78,7 +78,7 @@ class GgufFormat:
         return None if self._main is None else self._main.group_size
 
     @property
-    def _main(self) -> "BlockType | None":
+    def _main(self) -> BlockType | None:
         quantized = [name for name in self.sizes if name in BLOCK_TYPES]
         return BLOCK_TYPES[max(quantized, key=self.sizes.__getitem__)] if quantized else None
 
@@ -87,7 +87,7 @@ class GgufFormat:
         """Forms of the linears, as `weights.formats.linear_forms` names them."""
         return {f"int{BLOCK_TYPES[name].bits}" for name in self.sizes if name in BLOCK_TYPES}
 
-    def mean(self, value_of: Callable[["BlockType | None"], float]) -> float:
+    def mean(self, value_of: Callable[[BlockType | None], float]) -> float:
         """Return the mean of a value over all weights of linears, given that of each type; None: floats."""
         total = sum(number * value_of(BLOCK_TYPES.get(name)) for name, number in self.sizes.items())
         return total / max(1, sum(self.sizes.values()))

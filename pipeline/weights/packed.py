@@ -138,7 +138,7 @@ class Fp8Weight:
 class StackedWeight:
     """Weights of several forms that read the same input; their outputs follow each other."""
 
-    parts: "tuple[DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight, ...]"
+    parts: tuple[DenseWeight | GroupIntWeight | CodebookWeight | Fp8Weight, ...]
 
     @property
     def out_features(self) -> int:
