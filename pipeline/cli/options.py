@@ -17,7 +17,8 @@ class Grouped(click.Command):
         self._groups = groups
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        shown = {param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))}
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        shown = {option.name: record for option in options if (record := option.get_help_record(ctx))}
         for heading, names in self._groups.items():
             with formatter.section(heading):
                 formatter.write_dl([shown.pop(name) for name in names])

@@ -29,6 +29,7 @@ class JobConfig(JobKeys):
     model_config = ConfigDict(json_schema_extra=rules_for_editors)
 
     _document: Document = PrivateAttr(default_factory=lambda: Document({}))
+    _written: Document = PrivateAttr(default_factory=lambda: Document({}))
 
     @model_validator(mode="wrap")
     @classmethod
@@ -55,6 +56,11 @@ class JobConfig(JobKeys):
     def data(self) -> Mapping[str, Value]:
         """Values of the job file after overlays, `--set` and variables, without defaults."""
         return self._document.data
+
+    @property
+    def written(self) -> Mapping[str, Value]:
+        """Values of the job file after overlays and `--set`, with variables and names of files as they are written."""
+        return self._written.data
 
     def engine_config(
         self,

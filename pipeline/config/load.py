@@ -21,7 +21,7 @@ from pipeline.presets import FOLDER, NAMES
 
 
 def load_job(
-    path: str | Path,
+    source: str | Path | Document,
     sets: Iterable[str] = (),
     overlays: Iterable[str | Path] = (),
     limit: int | None = None,
@@ -32,39 +32,41 @@ def load_job(
 ) -> JobConfig:
     """Return the job in a file, merged with presets, then overlay files, then `key=value` settings.
 
-    environ: values for `${NAME}` in paths. vars: `name=value` for the job's variables. now: returns the time in a zone.
-    Raises JobFileError (a ConfigError) with every mistake found.
+    source: the file, or the values of flags (`of_flags`). environ: values for `${NAME}` in paths. vars: `name=value`
+    for the job's variables. now: returns the time in a zone. Raises JobFileError (a ConfigError) with every mistake
+    found.
     """
     for name, given in (("sets", sets), ("overlays", overlays), ("vars", vars), ("presets", presets)):
         if isinstance(given, str | Mapping):
             raise ConfigError(f"load_job: {name} = {given!r:.80}: expected a list of texts, such as ['input.limit=20']")
-    files = (partial(read, path), *(partial(_preset, name) for name in presets), *(partial(read, o) for o in overlays))
+    if isinstance(source, Document):
+        base, sources = source, []
+    else:
+        base, sources = Document({}, {(): str(source)}), [partial(read, source)]
+    files = (*sources, *(partial(_preset, name) for name in presets), *(partial(read, o) for o in overlays))
     settings = (partial(_setting, text) for text in sets)
-    document = _merged(Document({}, {(): str(path)}), (*files, *settings))
+    document = _merged(base, (*files, *settings))
     if limit is not None:
         document = merge(document, _document_of(("input", "limit"), limit, "--limit"))
-    if document.data.get("name") is None:
-        document = merge(document, _document_of(("name",), Path(path).stem, str(path)))
+    if document.data.get("name") is None and not isinstance(source, Document):
+        document = merge(document, _document_of(("name",), Path(source).stem, str(source)))
     return _job_of(document, environ, given_on(vars), now)
 
 
-def job_from_flags(
-    values: Mapping[str, tuple[Any, str]], sets: Iterable[str] = (), environ: Mapping[str, str] = os.environ
-) -> JobConfig:
-    """Return the job described by flags. values: dotted key -> value and the flag to name in messages.
-
-    Raises JobFileError with every mistake found.
-    """
+def of_flags(values: Mapping[str, tuple[Any, str]]) -> Document:
+    """Return the job file that flags describe. values: dotted key -> value and the flag to name in messages."""
     flags = (partial(_document_of, tuple(key.split(".")), value, flag) for key, (value, flag) in values.items())
-    settings = (partial(_setting, text) for text in sets)
-    document = _merged(Document({}, {(): "the command line"}), (*flags, *settings))
-    return _job_of(document, environ)
+    return _merged(Document({}, {(): "the command line"}), flags)
 
 
-def _job_of(
-    document: Document, environ: Mapping[str, str], given: Mapping[str, str] | None = None, now: Now = zone_time
-) -> JobConfig:
-    document, mistakes = expanded(document, environ, given or {}, now)
+def job_from_flags(values: Mapping[str, tuple[Any, str]], sets: Iterable[str] = ()) -> JobConfig:
+    """Return the job that flags (as in `of_flags`) and `--set` describe. Raises JobFileError with every mistake
+    found."""
+    return load_job(of_flags(values), sets)
+
+
+def _job_of(written: Document, environ: Mapping[str, str], given: Mapping[str, str], now: Now) -> JobConfig:
+    document, mistakes = expanded(written, environ, given, now)
     mistakes += _lone_surrogates(document, document.data, ())
     before, later = [mistake.key for mistake in mistakes], []
     try:
@@ -81,7 +83,7 @@ def _job_of(
     mistakes += [m for m in later if m.key not in before and not (before and m.key.startswith("storage_options."))]
     if mistakes:
         raise JobFileError(in_order(mistakes))
-    job._document = document
+    job._document, job._written = document, written
     return job
 
 

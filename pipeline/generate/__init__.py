@@ -1,12 +1,12 @@
 """Generation without a job, for a few prompts from a flag, a text or JSON Lines file, or standard input.
 
 `prompts.py` reads them, `inference.py` runs them through an engine in this process without Ray, and `answer.py` prints
-or saves the answers in input order. Parquet inputs are run as jobs instead, with all guarantees of a job.
+or saves the answers in input order. Datasets are refused: they are jobs.
 """
 
 from pipeline.generate.answer import Answer, Saved
 from pipeline.generate.inference import Done, answers, complete
-from pipeline.generate.prompts import Prompts, is_dataset, prompt_of_dataset, read_prompts
+from pipeline.generate.prompts import Prompts, is_dataset, read_prompts
 
 __all__ = [
     "Answer",
@@ -16,6 +16,5 @@ __all__ = [
     "answers",
     "complete",
     "is_dataset",
-    "prompt_of_dataset",
     "read_prompts",
 ]

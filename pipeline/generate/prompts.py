@@ -20,10 +20,8 @@ from pipeline.data.files.footer import decoding
 from pipeline.data.files.json_lines import compression_of, is_json_lines
 from pipeline.data.prompt_template import in_template
 from pipeline.data.prompts import template_columns
-from pipeline.data.source import open_source
 from pipeline.errors import ConfigError, InputError
 from pipeline.stores.filesystem import is_url
-from pipeline.stores.redaction import shown_url
 
 MAX_BYTES = 64 * 2**20
 STDIN = "-"
@@ -80,13 +78,6 @@ def is_dataset(path: str) -> bool:
         with open(local, "rb") as file:
             return file.read(4) == b"PAR1"
     return any(c in path for c in "*?[")
-
-
-def prompt_of_dataset(path: str, template: str | None) -> dict[str, tuple[str, str]]:
-    """Return the job key that makes the prompts: the template, or else the column with a usual name."""
-    if template is not None:
-        return {"prompt.template": (template, "--prompt")}
-    return _default_key(shown_url(path), open_source(path).schema.names)
 
 
 def read_prompts(path: str | None, template: str | None, limit: int | None = None) -> Prompts:

@@ -6,6 +6,7 @@ from pathlib import Path
 import yaml
 
 from pipeline.checkpoints.locate import model_kind
+from pipeline.config import JobConfig
 from pipeline.config.requests import DEFAULTS
 from pipeline.config.schema import FILE_NAME, schema_text
 from pipeline.errors import ConfigError
@@ -46,6 +47,14 @@ def job_text(name: str, path: str, model: str, output: str, seen: Look) -> str:
         "#   hourly_usd: 2.50           # price of the machine per hour; the report then shows the cost of a row",
     ]
     return "\n".join(lines) + "\n"
+
+
+def save_job(path: str, job: JobConfig) -> None:
+    """Write the keys of a job of flags as a job file, unless the file holds them already. Raises ConfigError as
+    `write_job`."""
+    text = yaml.safe_dump(dict(job.written), sort_keys=False, allow_unicode=True, width=110)
+    if not Path(path).is_file() or Path(path).read_text(encoding="utf-8", errors="replace") != text:
+        write_job(path, text)
 
 
 def write_job(path: str, text: str) -> bool:

@@ -16,14 +16,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipeline.data.output.part_totals import PartTotals
 from pipeline.demo import demo_model
 from pipeline.engine.completion import Completion
 from pipeline.engine.config import EngineConfig
 from pipeline.errors import ConfigError, OutputError
 from pipeline.generate import Saved, is_dataset, read_prompts
 from pipeline.job.actor.tokenize import failed_row
-from pipeline.report.build import build_report
 from tests.job.fake_engine import FakeTokenizer
 
 
@@ -288,13 +286,14 @@ def test_compressed_lines_are_prompts_and_several_files_are_a_job(rows, pipe, tm
         (["--prompt", "x", "--output", "o.csv"], b"", "expected a file that ends in .jsonl or .parquet"),
         (["--prompt", "x", "--output", "no/o.jsonl"], b"", "folder no does not exist"),
         (["--prompt", "x", "--model", "./nowhere"], b"", "no such folder"),
-        (["--input", "d"], b"", "--output: this input runs as a job"),
-        (["--input", "d", "--output", "out", "--overwrite"], b"", "never overwritten"),
+        (["--input", "d"], b"", "for a dataset: pipeline run d --prompt TEXT"),
+        (["--input", "named.bin"], b"", "for a dataset: pipeline run named.bin --prompt TEXT"),
     ],
 )
 def test_mistakes_are_reported_at_once(pipe, tmp_path, arguments, stdin, expected):
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n[1]\n')
     (tmp_path / "d").mkdir()
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "named.bin")
     code, out, err = pipe(*arguments, stdin=stdin)
     assert (code, out) == (2, "")
     assert expected in err
@@ -310,29 +309,6 @@ def test_a_terminal_as_standard_input_is_refused(monkeypatch):
         read_prompts(None, None)
     with pytest.raises(ConfigError, match="--prompt refers to columns"):
         read_prompts(None, "Sum: {text}")
-
-
-def test_parquet_is_a_job(pipe, tmp_path, monkeypatch):
-    seen = []
-
-    def run_job(config, **_):
-        seen.append(config)
-        return build_report("new", "1a2b3c4d", [], PartTotals(), 0)
-
-    monkeypatch.setattr("pipeline.job.running.run.run_job", run_job)
-    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "rows.pq")
-    (tmp_path / "named.bin").write_bytes((tmp_path / "rows.pq").read_bytes())
-    assert is_dataset("named.bin")
-    code, out, err = pipe("--input", "rows.pq", "--output", "out/new", "--limit", "3", "--temperature", "0.5", "--json")
-    assert code == 0, err
-    assert json.loads(out)["job"] == "new"
-    config = seen[0]
-    assert (config.name, config.prompt.column, config.input.limit, config.output.path) == ("new", "text", 3, "out/new")
-    assert config.sampling.temperature == 0.5
-    pipe("--input", "rows.pq", "--output", "out/new", "--prompt", "S: {text}", "--system", "x", "--stop", "END")
-    assert seen[1].prompt.template == "S: {text}"
-    assert seen[1].prompt.chat.system == "x"
-    assert seen[1].sampling.stop == ("END",)
 
 
 def test_three_prompts_in_one_line_with_the_embedded_model(tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +20,8 @@ from pipeline.cli.console import (
     results_stream,
     stdout_is_claimed,
 )
-from pipeline.cli.options import job_overlays, var_option
+from pipeline.cli.data_flags import NAMES, data_flags, job_of
+from pipeline.cli.options import Grouped, job_overlays, var_option
 from pipeline.errors import ConfigError, EnvironmentFailed, LimitReached, OutputError
 from pipeline.formatting import counted
 
@@ -35,8 +37,17 @@ def _host_and_port(ctx: click.Context, param: click.Parameter, value: str | None
     return value
 
 
-@click.command()
-@click.argument("job", metavar="JOB.yaml", type=click.Path())
+_RUN_GROUPS = {
+    "Job of a file": ("sets", "presets", "overlays", "vars", "limit", "logical_date"),
+    "Job without a file": (*NAMES, "save"),
+    "Resuming": ("accept_numerics", "retry_failed", "append"),
+}
+
+
+@click.command(cls=Grouped, groups=_RUN_GROUPS)
+@click.argument("target", metavar="JOB.yaml|DATA", type=click.Path())
+@data_flags
+@click.option("--save", type=click.Path(), metavar="JOB.yaml", help="Write the job as a job file, too.")
 @job_overlays
 @click.option("--accept-numerics", is_flag=True,
               help="Resume even if dtype or device differ from the first run of this output.")  # fmt: skip
@@ -59,7 +70,9 @@ def _host_and_port(ctx: click.Context, param: click.Parameter, value: str | None
 @json_flag
 @handle_errors
 def run(
-    job: str,
+    target: str,
+    flags: dict[str, Any],
+    save: str | None,
     accept_numerics: bool,
     retry_failed: bool,
     append: bool,
@@ -76,6 +89,8 @@ def run(
 
     \b
     Examples:
+      pipeline run reviews.csv --prompt "Sentiment of: {text}" --labels good,bad --model Qwen/Qwen3-4B
+      pipeline run data/ --prompt "Summarize: {text}" --model Qwen/Qwen3-4B --save my.yaml
       pipeline run my.yaml
       pipeline run my.yaml --limit 20 --set output.path=out/try
       pipeline run my.yaml --preset h100 --set run.actors=8
@@ -88,12 +103,22 @@ def run(
     Writes parts to output.path as they finish, _SUCCESS when all are written, and the report to
     output.path/_pipeline/report.md. After one Ctrl-C the run writes what is finished and exits; the same command
     resumes it. `pipeline logs` shows the logs of the driver and of each engine.
+
+    A job without a file is the same job: each flag is a key of a job file, --set sets any other one, and --save writes
+    the file. DATA is what input.path takes: a file, a folder, a glob or a url.
     """
-    from pipeline.config import load_job
     from pipeline.config.variables import moment_of
 
+    def load() -> "JobConfig":
+        job = job_of(target, flags, **overlays, now=moment_of(logical_date))
+        if save is not None:
+            from pipeline.starter import save_job
+
+            save_job(save, job)
+        return job
+
     run_and_report(
-        load_job(job, **overlays, now=moment_of(logical_date)),
+        load,
         as_json=as_json,
         verbose=verbose,
         log_level=log_level,
@@ -107,7 +132,7 @@ def run(
 
 
 def run_and_report(
-    config: "JobConfig",
+    load: Callable[[], "JobConfig"],
     *,
     as_json: bool,
     verbose: bool,
@@ -115,7 +140,10 @@ def run_and_report(
     limit_exit_code: int = LimitReached.exit_code,
     **options: Any,
 ) -> None:
-    """Run a job in a fork and print its report; without a fork if its output would be lost. options: of `run_job`."""
+    """Run a job in a fork and print its report; without a fork if its output would be lost.
+
+    load: returns the job; called in the fork, since it may start threads. options: of `run_job`.
+    """
     from pipeline.cli.guard import guarded
     from pipeline.cli.progress import progress_for
     from pipeline.stores.redaction import shown_url
@@ -125,6 +153,7 @@ def run_and_report(
         from pipeline.job.telemetry.logs import LogOptions
         from pipeline.report.render import text
 
+        config = load()
         with progress_for(with_log=verbose) as progress:
             logs = LogOptions(log_level, progress.line if verbose else None)
             try:

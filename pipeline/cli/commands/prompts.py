@@ -2,12 +2,10 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeline.cli.commands.jobs import run_and_report
 from pipeline.cli.console import handle_errors, logging_options, print_json, print_message, print_result, set_option
 from pipeline.cli.options import Grouped
 from pipeline.errors import ConfigError, TooManyRowErrors
@@ -54,13 +52,12 @@ def _generate_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--adapter", metavar="NAME", help="LoRA adapter: a folder, a Hugging Face id, or demo:short.")
 @click.option("--url", metavar="URL", help="Use a running server with OpenAI's API, such as http://localhost:8000/v1.")
 @click.option("target", "--input", type=click.Path(allow_dash=True), metavar="PATH",
-              help="Text file (one prompt a line) or .jsonl file, also .gz or .zst; - for standard input; or an "
-              "input of a job: Parquet, a folder, a glob, a url.")  # fmt: skip
+              help="Text file (one prompt a line) or .jsonl file, also .gz or .zst; - for standard input.")  # fmt: skip
 @click.option("--prompt", "-p", help='Prompt, or a template over the input: "Summarize: {text}".')
 @click.option("--chat", is_flag=True, help="Apply the model's chat template.")
 @click.option("--system", help="System message; implies --chat.")
 @click.option("--output", type=click.Path(), metavar="PATH",
-              help="New .jsonl or .parquet file; for a job, a folder.")  # fmt: skip
+              help="New .jsonl or .parquet file.")  # fmt: skip
 @click.option("--overwrite", is_flag=True, help="Replace the file of --output if it exists.")
 @click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Process only the first N prompts.")
 @click.option("--stop", multiple=True, metavar="TEXT", help="Stop a completion before this text. May be repeated.")
@@ -108,17 +105,15 @@ def generate(
       pipeline generate --prompt "Why is the sky blue?" --url http://localhost:8000/v1 --chat
       pipeline generate --input rows.jsonl --prompt "Summarize: {text}" --output out.jsonl
       cat prompts.txt | pipeline generate --json --max-tokens 32
-      pipeline generate --input 'data/*.parquet' --prompt "Summarize: {text}" --output out/new
 
     Without --prompt a .jsonl file must have the key prompt, text or messages (a chat). Results are printed in the
     order of the input, or written to --output when all are done. A prompt that fails does not stop the others: its
     error is its result, and the exit code is 1.
 
-    Parquet input, or a folder, glob or url of JSON Lines, runs as a job, as with `pipeline run`: --output is its
-    folder, the same command resumes it after an interruption, and --json prints the report.
+    Parquet, a folder, a glob or a url is a job: `pipeline run DATA --prompt TEXT --model NAME`.
     """
     from pipeline.config import job_from_flags
-    from pipeline.generate import Saved, complete, is_dataset, prompt_of_dataset, read_prompts
+    from pipeline.generate import Saved, complete, is_dataset, read_prompts
 
     flags: dict[str, Any] = {"model.path": (model or "demo:target-awq", "--model")}
     if url is not None:
@@ -129,15 +124,9 @@ def generate(
     if chat or system is not None:
         flags["prompt.chat"] = ({} if system is None else {"system": system}, "--chat")
     if target is not None and is_dataset(target):
-        if output is None:
-            raise ConfigError("--output: this input runs as a job, which needs a folder: --output out/my-job")
-        if overwrite:
-            raise ConfigError("--overwrite: the output of a job is never overwritten; choose a new folder for --output")
-        flags |= {"input.path": (target, "--input"), "output.path": (output, "--output")}
-        flags |= {"name": (Path(output).name, "--output"), **prompt_of_dataset(target, prompt)}
-        if limit is not None:
-            flags["input.limit"] = (limit, "--limit")
-        return run_and_report(job_from_flags(flags, sets), as_json=as_json, verbose=verbose, log_level=log_level)
+        raise ConfigError(
+            f"--input {target}: expected a text or .jsonl file; for a dataset: pipeline run {target} --prompt TEXT"
+        )
     saved = None if output is None else Saved(output, overwrite)
     prompts = read_prompts(target, prompt, limit)
     flags |= {"input.path": (target or "-", "--input"), "output.path": (output or "-", "--output"), **prompts.key}
