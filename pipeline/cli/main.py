@@ -13,6 +13,7 @@ from pipeline.cli.commands import (
     checkpoints,
     completion,
     convert,
+    demo,
     doctor,
     init,
     jobs,
@@ -28,6 +29,8 @@ from pipeline.cli.options import Commands
 
 EPILOG = """\b
 Start here:
+  pipeline demo                            write an example to try, with its data
+  pipeline run DATA --prompt TEXT --model NAME   run a job without a file
   pipeline init my.yaml --input data       write a job file for a dataset
   pipeline validate my.yaml                check the job file and show its first prompt
   pipeline plan my.yaml                    estimate hours and cost
@@ -63,6 +66,7 @@ def cli() -> None:
 
 COMMANDS = (
     *(
+        demo.demo,
         init.init,
         jobs.validate,
         plan.plan,

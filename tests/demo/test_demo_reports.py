@@ -1,16 +1,18 @@
 """Generator of reports: always the same reports, and no open-ended value in more than one split."""
 
 import re
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline.config import load_job
 from pipeline.demo.check import facts_of
+from pipeline.demo.example import write_reports
 from pipeline.demo.reports import FORMS, MISLEADING_FILLERS, PLAIN_FILLERS, PROMPT_TEMPLATE, make_report
 from pipeline.demo.words import MONTHS, SPLITS, Split
-from tools.demo.data import write_job_data
 
 JOB_DATA = Path(__file__).parents[2] / "jobs" / "data"
 _FORMS = [form for style in FORMS.values() for forms in style.values() for form in forms]
@@ -44,10 +46,27 @@ def test_the_texts_have_not_changed() -> None:
 
 
 def test_the_input_of_the_demonstration_job_is_what_the_generator_writes(tmp_path: Path) -> None:
-    written = write_job_data(tmp_path)
+    written = write_reports(tmp_path)
     assert sorted(path.name for path in JOB_DATA.iterdir()) == [path.name for path in written]
     for fresh in written:
         assert pq.read_table(JOB_DATA / fresh.name).equals(pq.read_table(fresh))
+
+
+def test_the_example_is_a_job_and_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pipe: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = pipe("demo", "here/x")
+    assert (code, err) == (0, "")
+    assert "pipeline run here/x/summarize.yaml" in out
+    assert load_job("here/x/summarize.yaml").input.path == "here/x/data"
+    assert pipe("validate", "here/x/summarize.yaml")[0] == 0
+    tickets = (tmp_path / "here/x/tickets.csv").read_text().splitlines()
+    assert tickets[0] == "ticket_id,text"
+    assert len(tickets) == 201
+    assert len({*tickets}) > 60
+    code, _, err = pipe("demo", "here/x")
+    assert (code, "here/x: exists already" in err) == (2, True)
 
 
 def test_no_open_ended_value_is_in_two_splits() -> None:

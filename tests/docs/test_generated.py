@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pyarrow.parquet as pq
 import pytest
 
-from tools import picture, presets, reference, samples
+from tools import copies, picture, reference, samples
 from tools.generated import stale
 
 
@@ -39,5 +39,5 @@ def test_the_sample_of_requests_is_up_to_date():
 
 
 def test_the_presets_at_the_root_are_those_of_the_package():
-    assert stale(presets.files()) == [], "run `python -m tools.presets`"
-    assert {path.name for path in (presets.ROOT / "configs").iterdir()} == {path.name for path in presets.files()}
+    assert stale(copies.files()) == [], "run `python -m tools.copies`"
+    assert {*(copies.ROOT / "configs").iterdir()} == {path for path in copies.files() if path.parent.name == "configs"}
