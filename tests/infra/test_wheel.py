@@ -1,4 +1,4 @@
-"""The wheel stands alone: it has what the package needs and nothing else, and runs the example outside the clone."""
+"""The wheel needs no clone: it has the package, nothing else, and runs the example elsewhere."""
 
 import os
 import shutil

@@ -19,25 +19,23 @@ def demo(folder: str, as_json: bool) -> None:
       pipeline demo
       pipeline run demo/summarize.yaml
 
-    summarize.yaml summarizes 2,048 reports in data/ with the embedded model, without a GPU or a download. tickets.csv has
-    200 support tickets for a model of your own.
+    summarize.yaml summarizes 2,048 reports in data/ with the embedded model, without a GPU or a download. tickets.csv
+    has 200 support tickets for a model of your own.
     """
     from pipeline.demo.example import job_in, write_reports, write_tickets
     from pipeline.errors import ConfigError
     from pipeline.starter import write_job
 
-    place = Path(folder)
-    if place.exists() and any(place.iterdir()):
+    root = Path(folder)
+    if root.exists() and any(root.iterdir()):
         raise ConfigError(f"{folder}: exists already and is not replaced; choose another folder: pipeline demo NAME")
-    reports = write_reports(place / "data")
-    write_tickets(place / "tickets.csv")
+    reports = write_reports(root / "data")
+    write_tickets(root / "tickets.csv")
     write_job(f"{folder}/summarize.yaml", job_in(folder))
     if as_json:
         return print_json({"job": f"{folder}/summarize.yaml", "data": [*map(str, reports), f"{folder}/tickets.csv"]})
     print_result(f"Wrote {folder}/summarize.yaml, {folder}/data and {folder}/tickets.csv. Next:")
     print_result(f"  pipeline run {folder}/summarize.yaml")
     print_result("  python -m pipeline.demo.check out/summarize    compare every summary with its report")
-    print_result(
-        f'  pipeline run {folder}/tickets.csv --prompt "Is this ticket about billing, a bug or a question? {{text}}" \\'
-    )
-    print_result("      --labels billing,bug,question --model Qwen/Qwen3-4B")
+    label = '--prompt "Billing, a bug, or a question? {text}" --labels billing,bug,question --model Qwen/Qwen3-4B'
+    print_result(f"  pipeline run {folder}/tickets.csv {label}")
