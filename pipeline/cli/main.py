@@ -57,7 +57,7 @@ Exit codes:
 )
 @click.version_option(__version__, prog_name="pipeline")
 def cli() -> None:
-    """Run LLM batch inference over Parquet or JSONL, resumably, and report what it cost.
+    """Run LLM batch inference over Parquet, JSONL or CSV, resumably, and report what it cost.
 
     A job is one YAML file. To resume a run that stopped, repeat the command. Every input row ends up in the output
     exactly once, as a completion or as an error row.

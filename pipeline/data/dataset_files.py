@@ -23,12 +23,14 @@ from pipeline.data.columns import (
     plain_type,
     times_made_finer,
 )
-from pipeline.data.files import json_lines
 from pipeline.data.files.footer import DamagedFile, read_footer
-from pipeline.data.files.json_types import MAX_KEYS, JsonTypes
+from pipeline.data.files.formats import JSON_LINES, PARQUET, FileReader, format_of
+from pipeline.data.files.json_lines import JsonLines
+from pipeline.data.files.json_types import JsonTypes
 from pipeline.data.files.partitions import partition_columns
 from pipeline.data.files.scan_cache import scanned
 from pipeline.data.files.source_file import SourceFile
+from pipeline.data.files.text_blocks import scan, whole_rows
 from pipeline.data.requests.input_checks import FileNotes, Requests, requests_of
 from pipeline.data.requests.request_row import FORMAT, request_schema
 from pipeline.errors import InputError
@@ -64,58 +66,76 @@ class DatasetFiles(Protocol):
 def files_of(fs: Any, root: str, names: list[str], keep_bad: bool, of_requests: bool = False) -> DatasetFiles:
     """Return the reader of the planning metadata of files below `root`, with `names` for messages.
 
-    keep_bad: treat lines that are not valid rows as rows without values. of_requests: whether lines are requests.
+    keep_bad: treat rows of text that are not valid as rows without values. of_requests: whether lines are requests.
     Raises InputError if the files have two formats.
     """
-    lines = [name for name in names if json_lines.is_json_lines(name)]
-    if lines and len(lines) < len(names):
-        other = next(name for name in names if not json_lines.is_json_lines(name))
+    first = {format_of(name): name for name in reversed(names)}  # format -> its first file
+    kind = next((kind for kind in first if kind is not PARQUET), PARQUET)
+    if other := next((name for each, name in first.items() if each is not kind), None):
         raise InputError(
-            f"{lines[0]} is JSON Lines by its name, but {other} is not; a job reads one format: select it with a "
-            "pattern such as input.path: data/*.jsonl"
+            f"{first[kind]} is {kind.name} by its name, but {other} is not; a job reads one format: select it with a "
+            f"pattern such as input.path: data/*{kind.endings[0]}"
         )
-    if not of_requests:
-        return _Lines(fs, root, names, keep_bad) if lines else _Footers(fs, root, names)
-    if not lines:
+    if of_requests and kind is not JSON_LINES:
         raise InputError(
             f"{names[0]}: input.format: {FORMAT} requires JSON Lines, which this is not by its name; expected .jsonl, "
             ".jsonl.gz or .jsonl.zst"
         )
-    return _RequestLines(fs, root, names, keep_bad)
+    if of_requests:
+        return _RequestLines(fs, root, names, keep_bad)
+    files = {PARQUET: _Footers, JSON_LINES: _Lines}.get(kind, _Schemas)
+    return files(fs, root, names, keep_bad, kind.reader)
 
 
-class _Footers:
-    """Planning metadata of Parquet files. Only the distinct schemas are kept, which are few."""
+class _Schemas:
+    """Planning metadata of files with a schema each. Only the distinct schemas are kept, which are few."""
 
-    def __init__(self, fs: Any, root: str, names: list[str]) -> None:
-        self._fs, self._root, self._names = fs, root, names
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FileReader) -> None:
+        self._fs, self._root, self._names, self._keep_bad, self._reader = fs, root, names, keep_bad, reader
         self._lock = threading.Lock()
         self._number: dict[bytes, int] = {}  # number of each distinct schema, by its digest
         self._kept: list[pa.Schema] = []
         self._schema_of: dict[int, int] = {}  # file -> schema number
-        self._files: dict[int, tuple[str, int]] = {}  # file -> (path, size)
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
         name, path = self._names[index], posixpath.join(self._root, relative)
-        self._files[index] = path, size
-        got = read_footer(self._fs, path, size, name)
-        key = hashlib.sha256(got.schema.remove_metadata().serialize()).digest()
+        file, schema = self._reader.plan(self._fs, path, relative, size, name, self._keep_bad)
+        key = hashlib.sha256(schema.remove_metadata().serialize()).digest()
         with self._lock:
             if key not in self._number:
                 try:
-                    self._kept.append(kept_schema(got.schema))
+                    self._kept.append(kept_schema(schema))
                 except UnicodeDecodeError as e:
-                    raise DamagedFile(name, "the Parquet footer is damaged: a column's name is not UTF-8") from e
+                    raise DamagedFile(name, "the name of a column is damaged: it is not UTF-8") from e
                 self._number[key] = len(self._kept) - 1
             self._schema_of[index] = self._number[key]
-        return SourceFile.from_footer(relative, size, got)
+        return replace(file, relative=relative)
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:
+        """Merge the schemas of these files, in order."""
         first: dict[int, int] = {}  # schema number -> first file
-        files = sorted(indices)
-        for index in files:
+        for index in sorted(indices):
             first.setdefault(self._schema_of[index], index)
-        merged = merge_schemas([(self._names[i], self._kept[number]) for number, i in first.items()])
+        return merge_schemas([(self._names[i], self._kept[number]) for number, i in first.items()])
+
+    def requests(self) -> None:
+        return None
+
+
+class _Footers(_Schemas):
+    """Planning metadata of Parquet files. Statistics of their footers show whether times fit a finer unit."""
+
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FileReader) -> None:
+        super().__init__(fs, root, names, keep_bad, reader)
+        self._files: dict[int, tuple[str, int]] = {}  # file -> (path, size)
+
+    def look(self, index: int, relative: str, size: int) -> SourceFile:
+        self._files[index] = posixpath.join(self._root, relative), size
+        return super().look(index, relative, size)
+
+    def columns(self, indices: Iterable[int]) -> MergedSchemas:
+        files = sorted(indices)
+        merged = super().columns(files)
         lost = {
             name: conflict
             for name, column in merged.unified.items()
@@ -161,33 +181,17 @@ class _Footers:
                         return False
         return True
 
-    def requests(self) -> None:
-        return None
-
 
 class _Lines:
     """Planning metadata of JSON Lines. A key that is missing in a line or a file is null there."""
 
-    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool) -> None:
-        self._fs, self._root, self._names, self._keep_bad = fs, root, names, keep_bad
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FileReader) -> None:
+        self._fs, self._root, self._names, self._keep_bad, self._reader = fs, root, names, keep_bad, reader
         self._types: dict[int, JsonTypes] = {}
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
         path, name = posixpath.join(self._root, relative), self._names[index]
-
-        def scan() -> tuple[SourceFile, JsonTypes]:
-            types = JsonTypes()
-
-            def add(number: int, row: dict[str, Any]) -> None:
-                types.add(row)
-                if len(types) > MAX_KEYS:
-                    raise DamagedFile(
-                        name, f"more than {MAX_KEYS:,} different keys by line {number}; do its keys hold data?"
-                    )
-
-            return json_lines.scan(self._fs, path, relative, size, name, self._keep_bad, add), types
-
-        file, self._types[index] = scanned(self._fs, path, size, ("rows", self._keep_bad), scan)
+        file, self._types[index] = self._reader.plan(self._fs, path, relative, size, name, self._keep_bad)
         return replace(file, relative=relative)
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:
@@ -212,15 +216,15 @@ class _RequestLines:
     def look(self, index: int, relative: str, size: int) -> SourceFile:
         path, name = posixpath.join(self._root, relative), self._names[index]
 
-        def scan() -> tuple[SourceFile, FileNotes]:
+        def scan_notes() -> tuple[SourceFile, FileNotes]:
             notes = FileNotes(name)
 
             def add(number: int, line: dict[str, Any]) -> None:
                 notes.add(line, number)
 
-            return json_lines.scan(self._fs, path, relative, size, name, self._keep_bad, add), notes
+            return scan(JsonLines(), self._fs, path, relative, size, name, self._keep_bad, add), notes
 
-        file, notes = scanned(self._fs, path, size, ("requests", self._keep_bad), scan)
+        file, notes = scanned(self._fs, path, size, ("requests", self._keep_bad), scan_notes)
         self._notes[index], self._files[index] = replace(notes, name=name), (relative, size)
         return replace(file, relative=relative)
 
@@ -231,7 +235,7 @@ class _RequestLines:
             def lines_of(at: int) -> Iterator[tuple[int, dict[str, Any]]]:
                 relative, size = self._files[order[at]]
                 path = posixpath.join(self._root, relative)
-                return json_lines.whole_lines(self._fs, path, relative, size, self._names[order[at]])
+                return whole_rows(JsonLines(), self._fs, path, relative, size, self._names[order[at]])
 
             self._found = requests_of([self._notes[i] for i in order], lines_of)
             self._notes.clear()

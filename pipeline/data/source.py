@@ -1,8 +1,8 @@
 """The input: finding its files, cutting their rows into windows, and reading a window.
 
-A window is the unit of reading: consecutive rows in (sorted path, row) order, cut at Parquet row groups or blocks of
-lines if these are small enough. Windows depend only on the file list and three numbers, so every run of a job cuts the
-same ones. Memory grows with files and windows, not with rows. `units` renders prompts and makes units.
+A window is the unit of reading: consecutive rows in (sorted path, row) order, cut at row groups of Parquet or blocks of
+other formats if these are small enough. Windows depend only on the file list and three numbers, so every run of a job
+cuts the same ones. Memory grows with files and windows, not with rows. `units` renders prompts and makes units.
 """
 
 import json
@@ -19,12 +19,13 @@ import pyarrow as pa
 
 from pipeline.data.columns import UnifiedColumn, decoded_bytes, did_you_mean, empty_table, plain_array, plain_schema
 from pipeline.data.dataset_files import SkippedFile, dataset_columns, files_of
-from pipeline.data.files import json_lines, parquet_file
 from pipeline.data.files.footer import DamagedFile, decoding
-from pipeline.data.files.formats import of_one_format
+from pipeline.data.files.formats import format_of, of_one_format
+from pipeline.data.files.json_lines import read_slices as read_lines
 from pipeline.data.files.listing import find_files, is_local
 from pipeline.data.files.partitions import partition_array
 from pipeline.data.files.source_file import Slice, SourceFile
+from pipeline.data.files.text_blocks import compression_of
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_checksum import MODULUS, range_checksum
 from pipeline.errors import InputError
@@ -60,8 +61,8 @@ class InputWindow:
 class DamagedGroup:
     """Damaged row group of a Parquet file, or the slice of it in one window. first_row: its first row in the file.
 
-    Damaged lines of JSON Lines are not listed: a digest covers all lines of a file, so a repaired line makes another
-    input. The digest of a Parquet file covers its footer only.
+    Damaged rows of text are not listed: a digest covers the whole file, so a repaired row makes another input. The
+    digest of a Parquet file covers its footer only.
     """
 
     file: str
@@ -114,9 +115,9 @@ class Source:
 
     @property
     def large_compressed(self) -> list[str]:
-        """JSON Lines files of which each window decompresses gigabytes again."""
+        """Text files of which each window decompresses gigabytes again."""
         files = (f for f in self.files if f.blocks is not None and f.size > LARGE_COMPRESSED_BYTES)
-        return [f.relative for f in files if json_lines.compression_of(f.relative) is not None]
+        return [f.relative for f in files if compression_of(f.relative) is not None]
 
     @property
     def num_rows(self) -> int:
@@ -161,13 +162,12 @@ def open_source(
     is_later: Callable[[str], bool] | None = None,
     of_requests: bool = False,
 ) -> Source:
-    """Find the files of a path: a file, a folder (recursively) or a glob, local or an fsspec url. They are JSON Lines
-    by their names, or else Parquet.
+    """Find the files of a path: a file, a folder (recursively) or a glob, local or an fsspec url.
 
     Folders and globs skip names that start with `_` or `.`, and files of other formats (`files/formats.py`, listed in
     `Source.passed_over`). Folders named `column=value` below the root (for a glob: below the part before its first
     pattern) are columns, unless every file stores a column of that name. Reads every Parquet footer, in parallel, and
-    every line of JSON Lines.
+    the whole content of other files.
 
     retries: counts retried requests to a store. is_later: returns whether a file, by its relative path, was appended to
     an existing output; it must then match the columns of the other files. of_requests: whether the lines are requests.
@@ -408,12 +408,12 @@ def _read_files(
         damaged = {} if known is None else known.of_file(file.relative)
         intact = [piece for piece in slices if piece.group not in damaged]
         read_args = (fs, source.base, source.root, file, intact, stored)
-        if file.blocks is not None:
-            row_of = (lambda line: line) if source.requests is None else source.requests.row
-            lines = zip(slices, json_lines.read_slices(*read_args, row_of), strict=True)
-            return [(file, piece, _Read(read.table, read.damaged)) for piece, read in lines]
-        tables: dict[int, pa.Table] = {}
-        for piece, read in zip(intact, parquet_file.read_slices(*read_args), strict=True):
+        if source.requests is not None:
+            found = read_lines(*read_args, source.requests.row)
+        else:
+            found = format_of(file.relative).reader.read_slices(*read_args)
+        reads: dict[int, _Read] = {}
+        for piece, read in zip(intact, found, strict=True):
             if isinstance(read, DamagedFile):
                 if known is not None:
                     raise InputError(f"{read}; {known.advice}") from read
@@ -428,16 +428,14 @@ def _read_files(
                     reason=read.reason,
                 )
             else:
-                tables[piece.group] = read
-        return [(file, piece, _of_group(piece, tables.get(piece.group), damaged.get(piece.group))) for piece in slices]
+                reads[piece.group] = _Read(read.table, read.damaged)
+        return [(file, piece, reads.get(piece.group) or _unreadable(piece, damaged[piece.group])) for piece in slices]
 
     with ThreadPoolExecutor(max_workers=1 if is_local(fs) else FILES_AT_ONCE) as pool:
         yield from chain.from_iterable(pool.map(read_file, _stretches(_first_rows(source), window)))
 
 
-def _of_group(piece: Slice, table: pa.Table | None, damage: DamagedGroup | None) -> _Read:
-    if damage is None:
-        return _Read(table, [])
+def _unreadable(piece: Slice, damage: DamagedGroup) -> _Read:
     return _Read(None, [(0, piece.num_rows, f"row group {piece.group}: {damage.reason}")], (damage,))
 
 

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 
 from pipeline.data.columns import did_you_mean
 from pipeline.data.files.footer import decoding
-from pipeline.data.files.json_lines import compression_of, is_json_lines
+from pipeline.data.files.formats import JSON_LINES, format_by_name
+from pipeline.data.files.text_blocks import compression_of
 from pipeline.data.prompt_template import in_template
 from pipeline.data.prompts import template_columns
 from pipeline.errors import ConfigError, InputError
@@ -66,13 +67,13 @@ class TableColumns:
 
 
 def is_dataset(path: str) -> bool:
-    """Return whether an input needs a job: a folder, a glob, a url, or a Parquet file."""
-    local = Path(path)
+    """Return whether an input needs a job: a folder, a glob, a url, or a file of another format than JSON Lines."""
+    local, known = Path(path), format_by_name(path)
     if is_url(path):
         return True
-    if path == STDIN or local.suffix == ".txt" or (is_json_lines(path) and not any(c in path for c in "*?[")):
+    if path == STDIN or local.suffix == ".txt" or (known is JSON_LINES and not any(c in path for c in "*?[")):
         return False
-    if local.is_dir() or local.suffix in (".parquet", ".pq"):
+    if local.is_dir() or known is not None:
         return True
     if local.is_file():
         with open(local, "rb") as file:
@@ -150,7 +151,7 @@ def _decompressed(name: str, file: Any) -> bytes:
 def _is_json_lines(name: str, raw: bytes) -> bool:
     """Decide by the file's name, or for standard input by whether every line looks like an object."""
     if name != "stdin":
-        return is_json_lines(name)
+        return JSON_LINES.has_name(name)
     lines = [line.lstrip() for line in raw.split(b"\n") if line.strip()]
     return bool(lines) and all(line[:1] == b"{" and line.rstrip()[-1:] == b"}" for line in lines)
 

@@ -14,8 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.data import dataset_files
-from pipeline.data.files import json_lines
+from pipeline.data.files import json_lines, text_blocks
 from pipeline.data.files.json_types import JsonTypes, column_of
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.source import cut_windows, narrowed, open_source, read_window
@@ -54,7 +53,7 @@ def put(folder: Path | str, name: str, rows: list | bytes) -> str:
 )
 def test_windows_cover_every_line_once(files, block, max_rows, max_bytes, limit):
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_lines, "BLOCK_BYTES", block)
+        patch.setattr(text_blocks, "BLOCK_BYTES", block)
         expected = []
         for i, (num_rows, ending) in enumerate(files):
             rows = [{"text": f"row {100 * i + r}"} for r in range(num_rows)]
@@ -167,7 +166,7 @@ BAD = [
 
 @pytest.mark.parametrize(("line", "message"), BAD)
 def test_a_bad_line_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, message, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 20)
+    monkeypatch.setattr(text_blocks, "BLOCK_BYTES", 20)
     put(tmp_path, "a.jsonl", b'{"x": "one"}\n\n' + line + b'\n{"x": "three"}\n')
     with pytest.raises(
         InputError, match=rf"a\.jsonl:3: {message}.*; repair or remove it, or set input\.on_corrupt: skip"
@@ -186,11 +185,11 @@ def test_a_bad_line_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, 
     ("b.jsonl.gz", b'{"x": 1}\n', "b.jsonl.gz: damaged"),
     ("b.jsonl.zst", b'{"x": 1}\n', "b.jsonl.zst: damaged"),
     ("b.jsonl.gz", b"", "b.jsonl.gz: the file is empty"),
-    ("b.jsonl", b'{"x": "' + b"y" * 3000 + b'"}', "b.jsonl: a line of more than"),
+    ("b.jsonl", b'{"x": "' + b"y" * 3000 + b'"}', "b.jsonl: a row of more than"),
 ])  # fmt: skip
 def test_a_damaged_file_is_refused_by_name_or_skipped(tmp_path, name, content, message, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 500)
-    monkeypatch.setattr(json_lines, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(text_blocks, "BLOCK_BYTES", 500)
+    monkeypatch.setattr(text_blocks, "MAX_ROW_BYTES", 2000)
     put(tmp_path, "a.jsonl", [{"x": 1}])
     (tmp_path / name).write_bytes(content)
     with pytest.raises(InputError, match=message):
@@ -211,10 +210,10 @@ def test_a_large_compressed_file_is_named_with_a_command_that_avoids_its_cost(tm
     assert large.large_compressed == ["a.jsonl.gz", "b.ndjson.zst"]
     (warning,) = input_warnings([], [], large.large_compressed)
     text = warning.to_text()
-    assert text.startswith("2 large compressed files of JSON Lines (a.jsonl.gz): each window decompresses")
+    assert text.startswith("2 large compressed files of text (a.jsonl.gz): each window decompresses")
     command = text.partition("python -c ")[2].strip('"').replace("FILE", "b.ndjson.zst")
     subprocess.run([sys.executable, "-c", command], cwd=tmp_path, check=True)
-    assert (tmp_path / "rows.jsonl").read_bytes() == lines(rows)
+    assert (tmp_path / "b.ndjson").read_bytes() == lines(rows)
 
 
 def test_lines_without_a_row_have_no_column(tmp_path):
@@ -224,7 +223,7 @@ def test_lines_without_a_row_have_no_column(tmp_path):
 
 
 def test_keys_that_are_data_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset_files, "MAX_KEYS", 10)
+    monkeypatch.setattr(json_lines, "MAX_KEYS", 10)
     with pytest.raises(InputError, match="more than 10 different keys by line 11; do its keys hold data"):
         open_source(put(tmp_path, "a.jsonl", [{str(i): i} for i in range(11)]))
 

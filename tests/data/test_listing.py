@@ -490,12 +490,12 @@ def test_a_broken_file_of_the_wanted_format_is_an_error_next_to_others(write, na
     ({"a.arrow": b"ARROW1", "b.arrow": b"", "dataset_info.json": b"{}", "state.json": b"{}"},
      r"2 \.arrow \(a\.arrow, \.\.\.\), 2 \.json \(dataset_info\.json, \.\.\.\); expected \.parquet"),
     ({"part-0": b"text", "part-1": b""}, r"2 without an extension \(part-0, \.\.\.\)"),
-    ({"a.csv": b"x", "_b.parquet": b""}, r"1 \.csv \(a\.csv\)"),
+    ({"a.txt": b"x", "_b.parquet": b""}, r"1 \.txt \(a\.txt\)"),
 ])  # fmt: skip
 def test_the_error_of_a_folder_without_data_lists_its_files(tmp_path, files, found):
     leave(tmp_path, files)
     for path in (str(tmp_path), f"{tmp_path}/*"):
-        with pytest.raises(InputError, match=rf"input\.path .*: contains no Parquet or JSON Lines; .*{found}"):
+        with pytest.raises(InputError, match=rf"input\.path .*: contains no Parquet, JSON Lines.*; .*{found}"):
             open_source(path)
 
 
@@ -510,6 +510,21 @@ def test_json_lines_next_to_files_of_other_formats(write, tmp_path):
     with pytest.raises(InputError, match="one format"):
         open_source(str(here))
     assert [f.relative for f in open_source(f"{here}/*.json").files] == ["b.json"]
+
+
+def test_csv_is_an_input_only_without_parquet_and_json_lines(tmp_path):
+    leave(
+        tmp_path, {"a.csv": b"x\n1\n", "b.tsv.gz": gzip.compress(b"x\n2\n"), "dataset_info.json": b"{}", "c.md": b"#"}
+    )
+    source = open_source(str(tmp_path))
+    assert [file.relative for file in source.files] == ["a.csv", "b.tsv.gz"]
+    assert source.passed_over == ("c.md", "dataset_info.json")
+    leave(tmp_path, {"d.json": b'{"x": "3"}\n'})
+    with pytest.raises(InputError, match=r"d\.json is JSON Lines by its name, but .*a\.csv is not|a\.csv is CSV by its "
+                       r"name, but .*d\.json is not; .*input\.path: data/\*\.csv"):  # fmt: skip
+        open_source(str(tmp_path))
+    leave(tmp_path, {"e.jsonl": b'{"x": "4"}\n'})
+    assert [file.relative for file in open_source(str(tmp_path)).files] == ["d.json", "e.jsonl"]
 
 
 def test_an_explicit_file_is_read_whatever_its_name(write):

@@ -110,7 +110,7 @@ def generate(
     order of the input, or written to --output when all are done. A prompt that fails does not stop the others: its
     error is its result, and the exit code is 1.
 
-    Parquet, a folder, a glob or a url is a job: `pipeline run DATA --prompt TEXT --model NAME`.
+    Parquet, CSV, a folder, a glob or a url is a job: `pipeline run DATA --prompt TEXT --model NAME`.
     """
     from pipeline.config import job_from_flags
     from pipeline.generate import Saved, complete, is_dataset, read_prompts

@@ -11,10 +11,10 @@ class InputSection(ConfigSection):
     """Input data. `columns` None keeps every column in the output, an empty list keeps none."""
 
     path: PathOrUrl = Field(
-        description="Parquet or JSON Lines (.jsonl, .ndjson, .json; also .gz, .zst), one format per job: a file, a "
-        "folder (with subfolders) or a glob, local or an fsspec url. Relative paths start at the working directory; "
-        "paths may contain ${NAME} and ${NAME:-default} for environment variables.",
-        examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "${DATA:-data}/in"],
+        description="Parquet, JSON Lines (.jsonl, .ndjson, .json), CSV or TSV (text files also .gz or .zst), one "
+        "format per job: a file, a folder (with subfolders) or a glob, local or an fsspec url. Relative paths start at "
+        "the working directory; paths may contain ${NAME} and ${NAME:-default} for environment variables.",
+        examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "tickets.csv", "${DATA:-data}/in"],
     )
     format: Literal["rows", "openai"] = Field(
         default="rows",
@@ -32,8 +32,8 @@ class InputSection(ConfigSection):
     )
     on_corrupt: Literal["fail", "skip"] = Field(
         default="fail",
-        description="fail: damaged files stop the job. skip: damaged files are left out and listed; damaged row groups "
-        "and lines that are not JSON objects become error rows.",
+        description="fail: damaged files stop the job. skip: damaged files are left out and listed; damaged row "
+        "groups, lines that are not JSON objects and rows of CSV that do not fit the header become error rows.",
         examples=["skip"],
     )
     limit: int | None = Field(

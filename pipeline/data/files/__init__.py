@@ -1,1 +1,1 @@
-"""Input files in Parquet and JSON Lines: finding, checking and reading them."""
+"""Input files: finding, checking and reading them."""

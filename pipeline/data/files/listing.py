@@ -170,7 +170,7 @@ def _no_file(path: str) -> str | None:
         kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), None)
     return kind and (
         f"is {kind}, but an input is read more than once: when the job is planned, and by each run that resumes it; "
-        "save it to a file (.parquet, .jsonl, .jsonl.gz and .jsonl.zst are supported)"
+        "save it to a file, such as x.jsonl.gz or x.csv"
     )
 
 

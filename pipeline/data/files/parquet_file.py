@@ -1,4 +1,4 @@
-"""Reading of slices of Parquet row groups.
+"""Planning metadata of Parquet files, and reading of slices of their row groups.
 
 Texts are read as dictionaries at every depth, so that a text shared by many rows is in memory once.
 
@@ -21,18 +21,25 @@ from pipeline.data.files.footer import (
     digest,
     footer_bytes,
     metadata_of,
+    read_footer,
     reading,
 )
 from pipeline.data.files.listing import is_local
-from pipeline.data.files.source_file import Slice, SourceFile, StoredRanges, changed
+from pipeline.data.files.source_file import Slice, SliceRead, SourceFile, StoredRanges, changed
 from pipeline.stores.filesystem import secrets_in
 
 _BATCH_ROWS = 4096  # rows per batch when decoding a row group that is larger than a window
 
 
+def plan(fs: Any, path: str, relative: str, size: int, name: str, keep_bad: bool) -> tuple[SourceFile, pa.Schema]:
+    """Return the planning metadata and the schema of a file from its footer. Raises the errors of `read_footer`."""
+    footer = read_footer(fs, path, size, name)
+    return SourceFile.from_footer(relative, size, footer), footer.schema
+
+
 def read_slices(
     fs: Any, root: str, shown: str, file: SourceFile, slices: list[Slice], schema: pa.Schema
-) -> Iterator[pa.Table | DamagedFile]:
+) -> Iterator[SliceRead | DamagedFile]:
     """Yield the columns of `schema` for each slice, or a DamagedFile. shown: the root, for messages.
 
     Page checksums are verified if the file has them; otherwise a bit flip that still decodes is not detected. A slice
@@ -44,17 +51,17 @@ def read_slices(
     with _open(fs, path, name, file, whole) as parquet:
         for piece in slices:
             try:
-                yield _decode(parquet, piece, file, name, schema)
+                yield SliceRead(_decode(parquet, piece, file, name, schema), [])
             except DamagedFile:
                 yield _read_again(fs, path, name, file, piece, schema)
 
 
 def _read_again(
     fs: Any, path: str, name: str, file: SourceFile, piece: Slice, schema: pa.Schema
-) -> pa.Table | DamagedFile:
+) -> SliceRead | DamagedFile:
     try:
         with _open(fs, path, name, file, piece.num_rows == file.rows_of(piece.group)) as parquet:
-            return _decode(parquet, piece, file, name, schema)
+            return SliceRead(_decode(parquet, piece, file, name, schema), [])
     except DamagedFile as damage:
         return damage
 

@@ -1,7 +1,7 @@
 """Planning metadata of one input file: its groups of rows, and the slices of groups for a range of rows.
 
-A group can be read without the data before it: a row group of Parquet, or a block of whole lines of JSON Lines.
-`parquet_file` and `json_lines` read them.
+A group can be read without the data before it: a row group of Parquet, a block of whole rows of JSON Lines or CSV, or
+a record batch of Arrow. The readers in `formats` read them.
 """
 
 from array import array
@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
+import pyarrow as pa
+
 from pipeline.data.files.footer import Footer, reading
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import secrets_in
@@ -18,15 +20,17 @@ from pipeline.stores.ranged_file import RangedFile
 
 
 @dataclass(frozen=True, slots=True)
-class LineBlocks:
-    """Positions and checksums of the blocks of a JSON Lines file."""
+class Blocks:
+    """Positions and checksums of the groups of a file that has no footer with them."""
 
-    offsets: "array[int]"  # decompressed bytes before each block
-    first_lines: "array[int]"  # lines before each block, including empty ones
-    checksums: "array[int]"  # CRC-32 of each block; detects changes
+    offsets: "array[int]"  # decompressed bytes before each group
+    checksums: "array[int]"  # CRC-32 of each group; detects changes
+    first_lines: "array[int]"  # lines of text before each group, including empty ones
+    header: tuple[str, ...] = ()  # names of the columns, if the file states them once, before its rows
 
-    def only(self, start: int, stop: int) -> "LineBlocks":
-        return LineBlocks(self.offsets[start:stop], self.first_lines[start:stop], self.checksums[start:stop])
+    def only(self, start: int, stop: int) -> "Blocks":
+        parts = (each[start:stop] for each in (self.offsets, self.checksums, self.first_lines))
+        return Blocks(*parts, header=self.header)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +39,13 @@ class SourceFile:
 
     relative: str  # to the root, "/"-separated
     size: int
-    digest: str  # sha256 of the footer, or of all lines
+    digest: str  # sha256 of Parquet's footer, or of the whole content
     num_rows: int
     group_rows: "array[int]"  # rows of each group; an array, since 10^9 rows may be in 10^6 row groups
     group_bytes: "array[int]"  # uncompressed size of each group, all columns
     first_group: int = 0  # index of the first group in the arrays
     first_row: int = 0  # number of the file's rows before that group
-    blocks: LineBlocks | None = None  # JSON Lines only, one block per group
+    blocks: Blocks | None = None  # all formats except Parquet
 
     @classmethod
     def from_footer(cls, relative: str, size: int, footer: Footer) -> "SourceFile":
@@ -99,6 +103,14 @@ class Slice:
     @property
     def num_rows(self) -> int:
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class SliceRead:
+    """Rows of a slice. The `damaged` ones (start, stop, reason) are null."""
+
+    table: pa.Table
+    damaged: list[tuple[int, int, str]]
 
 
 def changed(name: str) -> InputError:

@@ -21,17 +21,17 @@ MAX_FEW_ROWS = 3  # up to this many rows with texts of control tokens are not re
 _COUNTED: dict[WarningKind, tuple[str, str]] = {
     "files_passed_over": ("file", "of another format skipped"),
     "columns_unified": ("column", "stored in several types"),
-    "large_compressed_lines": ("large compressed file", "of JSON Lines"),
+    "large_compressed_lines": ("large compressed file", "of text"),
     "control_tokens_in_template": ("row", "with control tokens that the job file writes as text"),
     "control_tokens_in_rows": ("row", "with texts of control tokens in the data"),
 }
 _ADVICE: dict[WarningKind, str] = {
-    "files_passed_over": "convert files that hold rows to Parquet or JSON Lines",
+    "files_passed_over": "convert files that hold rows to one supported format",
     "columns_unified": "values are converted to one type that holds them all, which also determines their form in "
     "prompts",
     "large_compressed_lines": "each window decompresses its file from the beginning; use the decompressed file, "
-    """python -c "import pyarrow as a, shutil; """
-    """shutil.copyfileobj(a.input_stream('FILE'), open('rows.jsonl', 'wb'))\"""",
+    """python -c "import pyarrow as a, shutil, os; f = 'FILE'; """
+    """shutil.copyfileobj(a.input_stream(f), open(os.path.splitext(f)[0], 'wb'))\"""",
     "control_tokens_in_template": "the model reads them as plain text; use prompt.messages for chats, prompt.chat for "
     "a single turn, or set prompt.special_tokens: template",
     "control_tokens_in_rows": "text from data is never a control token; use prompt.messages for chats, or prompt.chat "
