@@ -22,6 +22,7 @@ PATH_KEYS: tuple[tuple[str, ...], ...] = (
     ("server", "serve"),
     ("speculation", "model"),
     ("quality", "model"),
+    ("prompt", "template", "file"),
     ("prompt", "chat", "chat_template"),
     ("sampling", "structured_outputs", "json_file"),
 )

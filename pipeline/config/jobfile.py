@@ -5,6 +5,7 @@ tags (`!!python/...`), duplicate keys, and files that are too large or too deep 
 `true` and `false` are booleans, so `stop: [No]` stays text; boolean keys also accept `off`, `on`, `yes` and `no`.
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import yaml
 from pipeline.errors import ConfigError
 
 MAX_FILE_BYTES = 256 * 1024
+MAX_NAMED_BYTES = 1 << 20  # of a file that a job file names, such as a schema
 MAX_DEPTH = 16
 MAX_VALUES = 20_000
 
@@ -83,6 +85,21 @@ def read(path: str | Path) -> Document:
     except UnicodeDecodeError as error:
         problem = f"not UTF-8 text (byte {error.start})"
     raise JobFileError([Mistake(str(path), "", problem)])
+
+
+def read_named(document: Document, key_path: KeyPath, path: str, folder: str | Path = "", hint: str = "") -> str:
+    """Return the text of the file that a key names, relative to `folder`. Raises JobFileError."""
+    try:
+        with open(Path(folder, os.path.expanduser(path)), "rb") as file:
+            raw = file.read(MAX_NAMED_BYTES + 1)
+        if len(raw) <= MAX_NAMED_BYTES:
+            return raw.decode("utf-8-sig")
+        problem, hint = f"larger than {MAX_NAMED_BYTES} bytes", ""
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror}"
+    except UnicodeDecodeError as error:
+        problem, hint = f"not UTF-8 text (byte {error.start})", ""
+    raise JobFileError([Mistake(document.location(key_path), dotted(key_path), f"{path}: {problem}", hint)])
 
 
 def parse(text: str, name: str) -> Document:

@@ -13,6 +13,7 @@ from pipeline.config.job import JobConfig
 from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, dotted, merge, parse_value, read
 from pipeline.config.keys import WORDS
 from pipeline.config.mistakes import from_validation, in_order, section_at
+from pipeline.config.sections.prompt import with_template_file
 from pipeline.config.sections.structured import with_schema_file
 from pipeline.config.variables import Now, given_on
 from pipeline.errors import ConfigError
@@ -50,7 +51,8 @@ def load_job(
         document = merge(document, _document_of(("input", "limit"), limit, "--limit"))
     if document.data.get("name") is None and not isinstance(source, Document):
         document = merge(document, _document_of(("name",), Path(source).stem, str(source)))
-    return _job_of(document, environ, given_on(vars), now)
+    folder = Path() if isinstance(source, Document) else Path(source).parent
+    return _job_of(document, folder, environ, given_on(vars), now)
 
 
 def of_flags(values: Mapping[str, tuple[Any, str]]) -> Document:
@@ -65,20 +67,23 @@ def job_from_flags(values: Mapping[str, tuple[Any, str]], sets: Iterable[str] = 
     return load_job(of_flags(values), sets)
 
 
-def _job_of(written: Document, environ: Mapping[str, str], given: Mapping[str, str], now: Now) -> JobConfig:
+def _job_of(
+    written: Document, folder: Path, environ: Mapping[str, str], given: Mapping[str, str], now: Now
+) -> JobConfig:
     document, mistakes = expanded(written, environ, given, now)
     mistakes += _lone_surrogates(document, document.data, ())
     before, later = [mistake.key for mistake in mistakes], []
-    try:
-        document = with_schema_file(document)
-    except JobFileError as error:
-        later += error.mistakes
+    for with_file in (with_schema_file, partial(with_template_file, folder=folder)):
+        try:
+            document = with_file(document)
+        except JobFileError as error:
+            later += error.mistakes
     try:
         job = JobConfig.model_validate(document.data)
     except ValidationError as error:
-        wrong = [mistake.key for mistake in later]
+        wrong = [*before, *(mistake.key for mistake in later)]
         found = from_validation(error, document, JobConfig)
-        later += [mistake for mistake in found if f"{mistake.key}.json_file" not in (*before, *wrong)]
+        later += [m for m in found if f"{m.key}.json_file" not in wrong and f"{m.key}.file" not in wrong]
     # values with mistakes are not final: they may break other rules, and match no prefix of storage_options
     mistakes += [m for m in later if m.key not in before and not (before and m.key.startswith("storage_options."))]
     if mistakes:

@@ -1,9 +1,11 @@
 """Section `prompt`: the text or chat of each row."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from pipeline.config.jobfile import Document, read_named
 from pipeline.config.values import IDENTITY, Column, ConfigSection, Moment, Switch
 from pipeline.errors import ConfigError
 
@@ -12,6 +14,25 @@ if TYPE_CHECKING:
 
 
 SOURCES = ("template", "column", "messages")
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TEMPLATE_FORMS = [
+    _TEXT,
+    {"type": "object", "properties": {"file": _TEXT}, "required": ["file"], "additionalProperties": False},
+    {"type": "null"},
+]
+
+
+def with_template_file(document: Document, folder: Path) -> Document:
+    """Return `document` with `template: {file: PATH}` replaced by the text of that file, so that the job's identity
+    contains it. A relative path starts at `folder`; the last line break is dropped. Raises JobFileError."""
+    prompt = document.data.get("prompt")
+    given = prompt.get("template") if isinstance(prompt, dict) else None
+    if not isinstance(prompt, dict) or not isinstance(given, dict) or not isinstance(path := given.get("file"), str):
+        return document
+    hint = f"Relative paths start at the job file's folder, {folder.absolute()}."
+    text = read_named(document, ("prompt", "template", "file"), path, folder, hint)
+    text = text.replace("\r\n", "\n").removesuffix("\n")
+    return Document({**document.data, "prompt": {**prompt, "template": text}}, document.origins)
 
 
 class ChatSection(ConfigSection):
@@ -62,9 +83,10 @@ class PromptSection(ConfigSection):
         min_length=1,
         description="Text with {column} for columns, {column.field} for fields of a struct or of JSON text, "
         "{column:.2f} for formatted numbers or dates, {`column`} for names with other characters, and {{ and }} for "
-        "braces. Alternatives: `column`, `messages`.",
-        examples=["Summarize: {text}", "{author.name} ({score:.1f}): {text}"],
-        json_schema_extra=IDENTITY,
+        "braces; or {file: prompt.txt}, a file with that text, in the job file's folder. Alternatives: `column`, "
+        "`messages`.",
+        examples=["Summarize: {text}", "{author.name} ({score:.1f}): {text}", {"file": "prompt.txt"}],
+        json_schema_extra={**IDENTITY, "anyOf": _TEMPLATE_FORMS},
     )
     column: Column | None = Field(
         default=None,

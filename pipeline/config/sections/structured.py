@@ -5,14 +5,13 @@ cluster, contain the schema itself.
 """
 
 import json
-import os
 from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
-from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value
+from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value, read_named
 from pipeline.config.values import FromColumn
-from pipeline.engine.grammar.structured_outputs import MAX_BYTES, StructuredOutputs
+from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.errors import ConfigError
 
 KEY_PATH = ("sampling", "structured_outputs")
@@ -74,15 +73,9 @@ def with_schema_file(document: Document) -> Document:
 def _read_schema(document: Document, key_path: KeyPath, path: object) -> Value:
     if not isinstance(path, str):
         raise _mistake(document, key_path, "expected the path of a file that holds a JSON Schema")
+    text = read_named(document, key_path, path, hint="Relative paths start at the working directory.")
     try:
-        with open(os.path.expanduser(path), "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-        if len(raw) > MAX_BYTES:
-            raise _mistake(document, key_path, f"{path}: larger than {MAX_BYTES} bytes: not a schema")
-        return json.loads(raw.decode("utf-8"))
-    except OSError as error:
-        hint = "Relative paths start at the working directory."
-        raise _mistake(document, key_path, f"{path}: cannot be read: {error.strerror}", hint) from None
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _mistake(document, key_path, f"{path}: not JSON: {error}") from None
 
