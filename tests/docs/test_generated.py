@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pyarrow.parquet as pq
 import pytest
 
-from tools import copies, picture, reference, samples
+from tools import copies, picture, recording, reference, samples
 from tools.generated import stale
 
 
@@ -41,3 +41,13 @@ def test_the_sample_of_requests_is_up_to_date():
 def test_the_presets_at_the_root_are_those_of_the_package():
     assert stale(copies.files()) == [], "run `python -m tools.copies`"
     assert {*(copies.ROOT / "configs").iterdir()} == {path for path in copies.files() if path.parent.name == "configs"}
+
+
+def test_the_recording_shows_its_commands_and_is_younger_than_the_code_that_printed_it():
+    drawn = recording.FILE.read_text(encoding="utf-8")
+    assert f"<desc>{recording.digest()}</desc>" in drawn, "run `make recording`"
+    texts = {
+        "".join(text.itertext()) for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")
+    }
+    assert {f"$ {command}" for command in recording.SCRIPT} <= texts
+    assert any("each" in text and "2,048" in text for text in texts)
