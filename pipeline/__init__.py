@@ -1,4 +1,4 @@
-"""Offline batch inference for language models: prompts in Parquet, JSON Lines or CSV to completions in Parquet.
+"""Offline batch inference for language models: prompts in Parquet, JSON Lines, CSV or Arrow to completions in Parquet.
 
 This is the public API. Names are imported on first use, so that `import pipeline` is cheap.
 """

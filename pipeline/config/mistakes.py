@@ -162,7 +162,7 @@ def _example(path: KeyPath) -> str:
         ("prompt",): 'Write `prompt: {column: prompt}` or `prompt: {template: "Summarize: {text}"}`.',
         ("model",): "Write `model: demo`, a folder, or a Hugging Face id.",
         ("output",): "Write `output: {path: out/my-job}`.",
-        ("input", "path"): "A .parquet, .jsonl or .csv file, a folder of them, or a glob.",
+        ("input", "path"): "A .parquet, .jsonl, .csv or .arrow file, a folder of them, or a glob.",
         ("model", "path"): "A folder, a Hugging Face id, or `demo`.",
         ("output", "path"): "A folder for the results.",
     }

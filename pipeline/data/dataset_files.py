@@ -99,16 +99,16 @@ class _Schemas:
 
     def look(self, index: int, relative: str, size: int) -> SourceFile:
         name, path = self._names[index], posixpath.join(self._root, relative)
-        file, schema = self._reader.plan(self._fs, path, relative, size, name, self._keep_bad)
-        key = hashlib.sha256(schema.remove_metadata().serialize()).digest()
-        with self._lock:
-            if key not in self._number:
-                try:
+        try:
+            file, schema = self._reader.plan(self._fs, path, relative, size, name, self._keep_bad)
+            key = hashlib.sha256(schema.remove_metadata().serialize()).digest()
+            with self._lock:
+                if key not in self._number:
                     self._kept.append(kept_schema(schema))
-                except UnicodeDecodeError as e:
-                    raise DamagedFile(name, "the name of a column is damaged: it is not UTF-8") from e
-                self._number[key] = len(self._kept) - 1
-            self._schema_of[index] = self._number[key]
+                    self._number[key] = len(self._kept) - 1
+                self._schema_of[index] = self._number[key]
+        except UnicodeDecodeError as e:
+            raise DamagedFile(name, "damaged: the name of a column is not UTF-8") from e
         return replace(file, relative=relative)
 
     def columns(self, indices: Iterable[int]) -> MergedSchemas:

@@ -487,8 +487,8 @@ def test_a_broken_file_of_the_wanted_format_is_an_error_next_to_others(write, na
 
 @pytest.mark.parametrize(("files", "found"), [
     ({"README.md": b"#"}, r"found 1 \.md \(README\.md\)"),
-    ({"a.arrow": b"ARROW1", "b.arrow": b"", "dataset_info.json": b"{}", "state.json": b"{}"},
-     r"2 \.arrow \(a\.arrow, \.\.\.\), 2 \.json \(dataset_info\.json, \.\.\.\); expected \.parquet"),
+    ({"a.txt": b"text", "b.txt": b"", "dataset_info.json": b"{}", "state.json": b"{}"},
+     r"2 \.txt \(a\.txt, \.\.\.\), 2 \.json \(dataset_info\.json, \.\.\.\); expected \.parquet"),
     ({"part-0": b"text", "part-1": b""}, r"2 without an extension \(part-0, \.\.\.\)"),
     ({"a.txt": b"x", "_b.parquet": b""}, r"1 \.txt \(a\.txt\)"),
 ])  # fmt: skip

@@ -15,7 +15,7 @@ from pipeline.cli.console import handle_errors, json_flag, print_json, print_mes
     required=True,
     type=click.Path(),
     metavar="PATH",
-    help="Parquet, JSON Lines or CSV to read: a file, a folder or a glob.",
+    help="Parquet, JSON Lines, CSV or Arrow to read: a file, a folder or a glob.",
 )
 @click.option("--model", default="demo:target-awq", show_default=True,
               help="A folder, an fsspec url, a Hugging Face id, or demo:target-awq.")  # fmt: skip

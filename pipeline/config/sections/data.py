@@ -11,9 +11,10 @@ class InputSection(ConfigSection):
     """Input data. `columns` None keeps every column in the output, an empty list keeps none."""
 
     path: PathOrUrl = Field(
-        description="Parquet, JSON Lines (.jsonl, .ndjson, .json), CSV or TSV (text files also .gz or .zst), one "
-        "format per job: a file, a folder (with subfolders) or a glob, local or an fsspec url. Relative paths start at "
-        "the working directory; paths may contain ${NAME} and ${NAME:-default} for environment variables.",
+        description="Parquet, JSON Lines (.jsonl, .ndjson, .json), CSV or TSV (these also .gz or .zst), or Arrow "
+        "(.arrow, .feather, .ipc), one format per job: a file, a folder (with subfolders) or a glob, local or an "
+        "fsspec url. Relative paths start at the working directory; "
+        "paths may contain ${NAME} and ${NAME:-default} for environment variables.",
         examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "tickets.csv", "${DATA:-data}/in"],
     )
     format: Literal["rows", "openai"] = Field(

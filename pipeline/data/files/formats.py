@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from pipeline.data.files import csv_rows, json_lines, parquet_file
+from pipeline.data.files import arrow_batches, csv_rows, json_lines, parquet_file
 from pipeline.data.files.footer import DamagedFile, begins_like_parquet, reading
 from pipeline.data.files.source_file import Slice, SliceRead, SourceFile
 from pipeline.data.files.text_blocks import COMPRESSED, uncompressed
@@ -65,8 +65,9 @@ _HIVE_CODECS = (".snappy", ".gz", ".gzip", ".zst", ".zstd", ".lz4", ".br", ".bz2
 PARQUET = Format("Parquet", parquet_file, (".parquet", ".parq", ".pq"), _HIVE_CODECS)
 JSON_LINES = Format("JSON Lines", json_lines, (".jsonl", ".ndjson", ".json"), COMPRESSED)
 CSV = Format("CSV", csv_rows, (".csv", ".tsv"), COMPRESSED)
-FORMATS = (PARQUET, JSON_LINES, CSV)
-NAMES = "Parquet, JSON Lines or CSV"
+ARROW = Format("Arrow", arrow_batches, (".arrow", ".feather", ".ipc"))
+FORMATS = (PARQUET, JSON_LINES, CSV, ARROW)
+NAMES = "Parquet, JSON Lines, CSV or Arrow"
 
 
 def format_by_name(name: str) -> Format | None:
@@ -118,10 +119,15 @@ def _is_json(relative: str) -> bool:
 
 
 def _datasets_notes(relatives: list[str]) -> set[str]:
-    """Return the metadata files of Hugging Face datasets among `relatives`."""
+    """Return the files among `relatives` that Hugging Face datasets keeps next to its data: metadata, and results of
+    `map` and `filter` that it caches."""
     notes = {relative for relative in relatives if posixpath.basename(relative) in _DATASETS_NOTES}
     folders = {posixpath.dirname(relative) for relative in notes}
-    return notes | {posixpath.join(folder, _DATASETS_STATE) for folder in folders} & set(relatives)
+    return notes | {
+        relative
+        for folder, name, relative in ((*posixpath.split(relative), relative) for relative in relatives)
+        if folder in folders and (name == _DATASETS_STATE or (name.startswith("cache-") and name.endswith(".arrow")))
+    }
 
 
 def _counted(relatives: list[str]) -> str:

@@ -4,6 +4,7 @@ A group can be read without the data before it: a row group of Parquet, a block 
 a record batch of Arrow. The readers in `formats` read them.
 """
 
+import io
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
@@ -14,9 +15,12 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.data.files.footer import Footer, reading
+from pipeline.data.files.listing import is_local
 from pipeline.errors import InputError
 from pipeline.stores.filesystem import secrets_in
 from pipeline.stores.ranged_file import RangedFile
+
+_REQUEST_BYTES = 8 << 20  # per request to a store
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +30,16 @@ class Blocks:
     offsets: "array[int]"  # decompressed bytes before each group
     checksums: "array[int]"  # CRC-32 of each group; detects changes
     first_lines: "array[int]"  # lines of text before each group, including empty ones
-    header: tuple[str, ...] = ()  # names of the columns, if the file states them once, before its rows
+    header: tuple[str, ...] = ()  # names of the columns in the first line of CSV
+    num_before: int = 0  # messages of Arrow before the first group: the schema, and dictionaries
 
     def only(self, start: int, stop: int) -> "Blocks":
-        parts = (each[start:stop] for each in (self.offsets, self.checksums, self.first_lines))
-        return Blocks(*parts, header=self.header)
+        return replace(
+            self,
+            offsets=self.offsets[start:stop],
+            checksums=self.checksums[start:stop],
+            first_lines=self.first_lines[start:stop],
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +126,25 @@ def changed(name: str) -> InputError:
     return InputError(
         f"{name}: the file has changed since the job was planned; restore it, or choose a new output.path"
     )
+
+
+def open_file(fs: Any, path: str, size: int, name: str) -> "BoundedReader":
+    """Open a file for reading from start to end, with large requests to a store."""
+    if is_local(fs):
+        return BoundedReader(io.FileIO(path), io.DEFAULT_BUFFER_SIZE, size)
+    return BoundedReader(StoredRanges(fs, path, name, size), _REQUEST_BYTES, size)
+
+
+class BoundedReader(io.BufferedReader):
+    """Reader that allocates no more than the file's `size`, whatever length damaged data requests."""
+
+    def __init__(self, raw: io.RawIOBase, buffer_size: int, size: int) -> None:
+        super().__init__(raw, buffer_size)
+        self._size = size
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        rest = max(0, self._size - self.tell())
+        return super().read(rest if size is None or size < 0 else min(size, rest))
 
 
 class StoredRanges(RangedFile):

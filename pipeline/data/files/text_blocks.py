@@ -6,7 +6,6 @@ decompressed from the start each time.
 """
 
 import hashlib
-import io
 import posixpath
 import zlib
 from array import array
@@ -18,14 +17,12 @@ import pyarrow as pa
 
 from pipeline.data.files.footer import DamagedFile, decoding, reading
 from pipeline.data.files.json_types import column_of
-from pipeline.data.files.listing import is_local
-from pipeline.data.files.source_file import Blocks, Slice, SliceRead, SourceFile, StoredRanges, changed
+from pipeline.data.files.source_file import Blocks, Slice, SliceRead, SourceFile, changed, open_file
 from pipeline.stores.filesystem import secrets_in
 
 BLOCK_BYTES = 1 << 20  # windows are cut at blocks: another value changes the windows of existing outputs
 MAX_ROW_BYTES = 64 << 20
 BOM = b"\xef\xbb\xbf"
-_REQUEST_BYTES = 8 << 20  # per request to a store
 _COMPRESSIONS: dict[str, Literal["gzip", "zstd"]] = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 COMPRESSED = tuple(_COMPRESSIONS)
 
@@ -209,10 +206,7 @@ class _Opened:
 
 def _opened(fs: Any, path: str, size: int, relative: str, name: str) -> _Opened:
     compression = compression_of(relative)
-    if is_local(fs):
-        raw: Any = io.FileIO(path)
-    else:
-        raw = io.BufferedReader(StoredRanges(fs, path, name, size), _REQUEST_BYTES)
+    raw = open_file(fs, path, size, name)
     if compression is None:
         return _Opened(raw.read, raw.seek, raw.close)
     stream = pa.CompressedInputStream(pa.PythonFile(raw, "r"), compression)
