@@ -21,6 +21,7 @@ from pipeline.cli.commands import (
     manifests,
     plan,
     prompts,
+    publish,
     report,
     schema,
 )
@@ -77,6 +78,7 @@ COMMANDS = (
         jobs.compact,
         jobs.verify,
         convert.convert,
+        publish.publish,
     ),
     manifests.manifests,
     *(prompts.generate, doctor.doctor, schema.schema, checkpoints.eval_command, checkpoints.quantize_command),

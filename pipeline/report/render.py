@@ -53,7 +53,7 @@ def _page(report: RunReport, template: str, autoescape: bool, **values: object) 
         keep_trailing_newline=True,
     )
     environment.filters["printable"] = lambda value: printable(" ".join(value.split()))
-    environment.filters["markdown"] = _in_markdown
+    environment.filters["markdown"] = in_markdown
     environment.tests["bar"] = lambda cell: isinstance(cell, Bar)
     page = environment.get_template(template)
     return page.render(job=report.job, outcome=outcome_text(report), sections=sections(report), **values)
@@ -64,7 +64,7 @@ def _bar(bar: Bar) -> str:
     return "█" * max(round(bar.share * BAR_WIDTH), 1 if bar.share >= 0.0005 else 0)
 
 
-def _in_markdown(cell: Cell) -> str:
+def in_markdown(cell: Cell) -> str:
     """Return a table cell or a line of text, with Markdown and html escaped."""
     if isinstance(cell, Bar):
         return f"`{_bar(cell)}`" if _bar(cell) else ""

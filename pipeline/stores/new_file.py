@@ -1,7 +1,8 @@
 """New file that is written in pieces, appears atomically and never replaces another.
 
 On a disk, the pieces go to a hidden file in the same folder, which gets its name by a hard link. For an object store,
-they go to a local temporary file, which is read into memory and uploaded by one request.
+they go to a local temporary file, which is read into memory and uploaded by one request. A file named `*.gz` or `*.zst`
+is compressed.
 """
 
 import os
@@ -12,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+import pyarrow as pa
+
 from pipeline.errors import EnvironmentFailed, OutputError
 from pipeline.stores.filesystem import local_path
 from pipeline.stores.folder import Folder
@@ -20,6 +23,7 @@ from pipeline.stores.object_folder import open_objects
 from pipeline.stores.redaction import shown_url
 
 MAX_OBJECT_BYTES = 4 * 2**30  # an object store takes 5 GB in one request
+CODECS = {".gz": "gzip", ".zst": "zstd"}  # by the end of the name
 _COMPARED_BYTES = 1 << 20
 
 
@@ -44,6 +48,7 @@ class NewFile:
                 raise OutputError(f"{option} {path}: is a folder; expected a file name")
             self._folder, self._name = LocalFolder(str(file_path.parent)), file_path.name
         self.file: IO[bytes]
+        self._compressed: pa.CompressedOutputStream | None = None
 
     def __enter__(self) -> "NewFile":
         try:
@@ -55,6 +60,8 @@ class NewFile:
                 self.file = tempfile.TemporaryFile()
         except OSError as e:
             raise OutputError(f"{self._option} {self.shown}: cannot be written: {e.strerror} ({e.filename})") from e
+        if codec := CODECS.get(os.path.splitext(self._name)[1]):
+            self._compressed = pa.CompressedOutputStream(os.fdopen(os.dup(self.file.fileno()), "wb"), codec)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -65,19 +72,17 @@ class NewFile:
 
     def write(self, data: bytes) -> None:
         try:
-            self.file.write(data)
+            (self._compressed or self.file).write(data)
         except OSError as e:
             raise EnvironmentFailed(f"{self._option} {self.shown}: {e.strerror}") from e
-
-    @property
-    def num_bytes(self) -> int:
-        return self.file.tell()
 
     def publish(self) -> bool:
         """Give the file its name. Return False if a file with the same bytes has it, raise OutputError if another
         has."""
-        size = self.num_bytes
         try:
+            if self._compressed is not None:
+                self._compressed.close()
+            size = self.file.seek(0, os.SEEK_END)
             self.file.flush()
             os.fsync(self.file.fileno())
             if self._temporary is not None:

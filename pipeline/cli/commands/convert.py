@@ -21,14 +21,15 @@ def convert(target: str, vars: tuple[str, ...], output: str, errors: str | None,
     \b
     Examples:
       pipeline convert out/batch --output answers.jsonl
-      pipeline convert my.yaml --output answers.jsonl --errors failed.jsonl
+      pipeline convert my.yaml --output answers.jsonl.zst --errors failed.jsonl.zst
 
     Each row becomes a line: {id, custom_id, response, error}, with the object that /v1/chat/completions,
     /v1/completions or /v1/embeddings returns. Error rows have status 400 if the row is at fault and 500 if the
     engine is. The output needs the column custom_id, which jobs with input.format: openai keep.
 
-    The job's output stays unchanged. Both files appear complete, and no file is replaced. A file in a store is held in
-    memory before it is sent; options of the store come from the job file or from the environment.
+    The job's output stays unchanged. Both files appear complete, and no file is replaced. Files named .gz or .zst are
+    compressed. A file in a store is held in memory before it is sent; options of the store come from the job file or
+    from the environment.
     """
     from pipeline.job.output.convert import convert as write
     from pipeline.job.output.read_output import open_output, output_of

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice, takewhile
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -30,7 +29,6 @@ from pipeline.data.output.result_columns import is_first_sample, result_column, 
 from pipeline.data.output.retried import RetriedRows, RowId
 from pipeline.errors import OutputError
 from pipeline.formatting import counted
-from pipeline.stores.filesystem import is_url
 
 Order = Literal["parts", "input"]
 
@@ -109,7 +107,7 @@ def compact(
         raise OutputError(
             f"{source.path}: no _SUCCESS, so the job is not finished; finish it with `pipeline run` first"
         )
-    _refuse_inside(source, target)
+    source.refuse_inside(target.path, "--output")
     counts = _counts(source, raw)
     parts = _parts(source, counts)
     plan = _claim(source, target, parts, counts["fingerprint"], hashlib.sha256(raw).hexdigest(), order, target_bytes)
@@ -149,17 +147,6 @@ def compact(
         totals.num_error_rows,
         totals.output_rows,
     )
-
-
-def _refuse_inside(source: PartStore, target: PartStore) -> None:
-    """Raise OutputError if the new folder is inside the output, where its readers would find every row twice."""
-    a, b = source.path.rstrip("/"), target.path.rstrip("/")
-    if not (is_url(a) or is_url(b)):
-        a, b = str(Path(a).resolve()), str(Path(b).resolve())
-    if f"{b}/".startswith(f"{a}/"):
-        raise OutputError(
-            f"--output {target.path}: is inside the job's output {source.path}; choose a folder outside of it"
-        )
 
 
 def _counts(source: PartStore, raw: bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
+from pipeline.errors import OutputError
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,13 @@ def output_problem(store: PartStore) -> str | None:
     if counts is None:
         return "it has no _SUCCESS with its counts"
     return Inventory.from_store(store).wrong(counts)
+
+
+def finished_counts(store: PartStore) -> dict[str, Any]:
+    """Return the counts of `_SUCCESS`. Raises OutputError if the job is not finished, or its parts differ from them."""
+    counts = read_counts(store)
+    if counts is None:
+        raise OutputError(f"{store.path}: no _SUCCESS, so the job is not finished; finish it with `pipeline run` first")
+    if (damage := Inventory.from_store(store).wrong(counts)) is not None:
+        raise OutputError(f"{store.path}: {damage}; `pipeline verify` lists the damage")
+    return counts

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +19,7 @@ import pyarrow.parquet as pq
 from pipeline.data.files.footer import metadata_of
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.errors import EnvironmentFailed, OutputError, PipelineError
-from pipeline.stores.filesystem import local_path
+from pipeline.stores.filesystem import is_url, local_path
 from pipeline.stores.folder import Folder
 from pipeline.stores.local_folder import LocalFolder
 from pipeline.stores.object_folder import open_objects
@@ -194,6 +195,15 @@ class PartStore:
             if not progress.add(name):
                 raise OutputError(f"{self.folder.shown(file)}: another part holds the same unit; remove one of them")
         return progress
+
+    def refuse_inside(self, path: str, option: str) -> None:
+        """Raise OutputError if `path` is inside this output, where its readers would find rows twice. option: gave the
+        path, for messages."""
+        here, given = self.path.rstrip("/"), path.rstrip("/")
+        if not (is_url(here) or is_url(given)):
+            here, given = str(Path(here).resolve()), str(Path(given).resolve())
+        if f"{given}/".startswith(f"{here}/"):
+            raise OutputError(f"{option} {path}: is inside the job's output {self.path}; choose a path outside of it")
 
     def name_data_files(self) -> None:
         """Write the file that lists the data files for `load_dataset`, unless it exists."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.data.output.inventory import output_problem, read_counts
+from pipeline.data.output.inventory import finished_counts
 from pipeline.data.output.parts import PartStore
 from pipeline.data.output.result_columns import result_names
 from pipeline.data.requests.openai_answers import RESULTS, Answered, together
@@ -23,7 +23,7 @@ from pipeline.errors import OutputError
 from pipeline.formatting import counted
 from pipeline.job.planning.fingerprint import JOB, read_job
 from pipeline.job.telemetry.run_log import load_runs
-from pipeline.stores.new_file import NewFile
+from pipeline.stores.new_file import CODECS, NewFile
 
 _ROWS_AT_ONCE = 1024
 
@@ -46,10 +46,11 @@ class Converted:
 
 
 def default_errors_path(output: str) -> str:
-    """Return the default path for error rows: `answers.jsonl` -> `answers.errors.jsonl`."""
-    folder, slash, name = output.rpartition("/")
+    """Return the default path for error rows: `answers.jsonl.gz` -> `answers.errors.jsonl.gz`."""
+    codec = next((ending for ending in CODECS if output.endswith(ending)), "")
+    folder, slash, name = output.removesuffix(codec).rpartition("/")
     stem, dot, ending = name.rpartition(".")
-    return f"{folder}{slash}{stem}.errors.{ending}" if stem and dot else f"{output}.errors"
+    return f"{folder}{slash}{stem}.errors.{ending}{codec}" if stem and dot else f"{folder}{slash}{name}.errors{codec}"
 
 
 def convert(store: PartStore, output: str, errors: str | None, storage: Mapping[str, Any]) -> Converted:
@@ -59,11 +60,7 @@ def convert(store: PartStore, output: str, errors: str | None, storage: Mapping[
     Raises OutputError if the job is not finished, its output does not match `_SUCCESS`, it has no column custom_id, or
     a file with other content already exists; EnvironmentFailed if a disk or store fails.
     """
-    counts = read_counts(store)
-    if counts is None:
-        raise OutputError(f"{store.path}: no _SUCCESS, so the job is not finished; finish it with `pipeline run` first")
-    if (damage := output_problem(store)) is not None:
-        raise OutputError(f"{store.path}: {damage}; `pipeline verify` lists the damage")
+    counts = finished_counts(store)
     if output == errors:
         raise OutputError(f"--errors {errors}: same file as --output; expected two different files")
     answered = _answered(store)

@@ -2,8 +2,10 @@
 
 import base64
 import json
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
@@ -201,6 +203,21 @@ def test_what_cannot_be_converted(batch, job, tmp_path):
     assert not list(tmp_path.glob("more*"))
 
 
+@pytest.mark.parametrize(("ending", "codec"), [("gz", "gzip"), ("zst", "zstd")])
+def test_files_are_compressed_by_their_names(batch, ending, codec):
+    run(batch)
+    converted(batch)
+    plain = [(batch.folder / name).read_bytes() for name in ("answers.jsonl", "answers.errors.jsonl")]
+    for _ in range(2):  # the same call reuses its files
+        done = convert(PartStore(str(batch.output)), str(batch.folder / f"answers.jsonl.{ending}"), None, {})
+        assert done.errors == str(batch.folder / f"answers.errors.jsonl.{ending}")
+        for name, text in zip((done.output, done.errors), plain, strict=True):
+            with pa.input_stream(name, compression=codec) as file:
+                assert file.read() == text
+            assert Path(name).stat().st_size < len(text)
+    assert not list(batch.folder.glob(".*"))
+
+
 def test_an_output_without_custom_id_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     other = Job(tmp_path / "other").rows(["a"])
@@ -240,3 +257,4 @@ def test_files_in_a_store_are_created_and_never_replaced(batch):
 def test_default_names_of_error_files():
     assert default_errors_path("s3://b.c/answers.jsonl") == "s3://b.c/answers.errors.jsonl"
     assert default_errors_path("a.b/answers") == "a.b/answers.errors"
+    assert default_errors_path("a.b/answers.jsonl.zst") == "a.b/answers.errors.jsonl.zst"
