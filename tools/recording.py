@@ -13,6 +13,7 @@ import json
 import os
 import pty
 import select
+import shutil
 import signal
 import struct
 import subprocess
@@ -35,11 +36,11 @@ COLUMNS, ROWS = 100, 24
 MAX_PAUSE_S, LAST_S = 0.6, 5.0
 FRAME_S = 0.15
 CHAR_PX, LINE_PX, MARGIN_PX = 7.83, 18, 12
-LIMIT_S = 600
+LIMIT_S = 150
 FOREGROUND, BACKGROUND = "#d6dbe1", "#151b23"
 COLORS = {"red": "#ff7b72", "green": "#56d364", "brown": "#e3b341", "blue": "#79c0ff", "magenta": "#d2a8ff",
           "cyan": "#76e3ea"}  # fmt: skip
-RUN = "pipeline run demo/summarize.yaml | head -7"
+RUN = "pipeline run demo/summarize.yaml"
 STYLE = "text { font: 13px ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre } "
 SCRIPT = ("pipeline demo", RUN, RUN, "pipeline verify out/summarize --deep")
 PRINTED_BY = ("pipeline/cli/progress.py", "pipeline/cli/commands/demo.py", "pipeline/job/telemetry/status.py")
@@ -115,9 +116,9 @@ def digest() -> str:
     return hashlib.sha256(b"".join(Path(ROOT, name).read_bytes() for name in PRINTED_BY)).hexdigest()[:16]
 
 
-def half_done(folder: str) -> bool:
+def half_done(folder: Path) -> bool:
     with suppress(OSError, ValueError, KeyError):
-        status = json.loads(Path(folder, "out/summarize/_pipeline/status.json").read_text())
+        status = json.loads((folder / "out/summarize/_pipeline/status.json").read_text())
         return status["rows_written"] > 0 and status["rows_done"] >= status["rows_total"] // 2
     return False
 
@@ -130,8 +131,10 @@ def kill_driver(shell: int) -> None:
 
 
 def record() -> list[tuple[float, tuple[Line, ...]]]:
-    with tempfile.TemporaryDirectory() as folder:
-        terminal = Terminal(folder)
+    folder = Path(tempfile.gettempdir(), "recording")
+    folder.mkdir()  # a short name: the recording shows it
+    try:
+        terminal = Terminal(str(folder))
         demo, first, again, verify = SCRIPT
         terminal.run(demo)
         terminal.run(first, until=lambda: half_done(folder))
@@ -142,6 +145,8 @@ def record() -> list[tuple[float, tuple[Line, ...]]]:
         terminal.run(verify)
         terminal.close()
         return terminal.frames
+    finally:
+        shutil.rmtree(folder)
 
 
 def svg(frames: list[tuple[float, tuple[Line, ...]]]) -> str:

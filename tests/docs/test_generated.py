@@ -50,4 +50,4 @@ def test_the_recording_shows_its_commands_and_is_younger_than_the_code_that_prin
         "".join(text.itertext()) for text in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")
     }
     assert {f"$ {command}" for command in recording.SCRIPT} <= texts
-    assert any("each" in text and "2,048" in text for text in texts)
+    assert any("sound: " in text and "2,048 rows (0 error rows)" in text for text in texts)

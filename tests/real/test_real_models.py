@@ -129,8 +129,18 @@ def test_a_quantized_copy_stays_close(method: str, max_kl: float, smol: Path, tm
         options += ["--group-size", "64"]  # 576 inputs are no multiple of 128
     made = CliRunner().invoke(cli, ["quantize", str(dense), *options], catch_exceptions=False)
     assert made.exit_code == 0, made.output
-    data = ["--data", str(tmp_path / "heldout.parquet"), "--dtype", "float32", "--limit", "12", "--json"]
-    command = ["eval", str(tmp_path / method), "--against", str(dense), *data]
+    data = [
+        "--data",
+        str(tmp_path / "heldout.parquet"),
+        "--dtype",
+        "float32",
+        "--limit",
+        "12",
+        "--max-tokens",
+        "1",
+        "--json",
+    ]
+    command = ["eval", str(tmp_path / method), "--against", str(dense), "--max-tokens", "1", *data]
     measured = CliRunner().invoke(cli, command, catch_exceptions=False)
     assert measured.exit_code == 0, measured.output
     (tmp_path / "eval.json").write_text(measured.stdout)
