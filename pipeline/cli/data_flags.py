@@ -30,11 +30,13 @@ _OPTIONS = (
     click.option("--budget", type=float, metavar="USD",
                  help="Stop, resumably, before the job costs more; needs a price."),
     click.option("--hourly-price", type=float, metavar="USD", help="Price of this machine per hour."),
+    click.option("--token-price", metavar="IN/OUT",
+                 help="With --url: dollars per million tokens in and out, such as 0.15/0.60."),
     click.option("--output", metavar="DIR",
                  help="Folder for the results; default: out/DATA-DIGEST, the same for the same flags."),
 )  # fmt: skip
 NAMES = ("prompt", "model", "url", "chat", "system", "labels", "schema", "max_tokens", "temperature", "budget",
-         "hourly_price", "output")  # fmt: skip
+         "hourly_price", "token_price", "output")  # fmt: skip
 
 
 def data_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,9 +51,13 @@ def data_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     return with_flags
 
 
+def is_job_file(target: str) -> bool:
+    return target.endswith(_JOB_ENDINGS)
+
+
 def job_of(target: str, flags: dict[str, Any], **overlays: Any) -> "JobConfig":
     """Return the job of a job file, or of data and flags. Raises ConfigError."""
-    if not target.endswith(_JOB_ENDINGS):
+    if not is_job_file(target):
         from pipeline.starter.job_of_data import job_of_data
 
         return job_of_data(target, flags, **overlays)

@@ -10,6 +10,7 @@ from pipeline.checkpoints.chat_template import has_template
 from pipeline.checkpoints.locate import model_kind, resolve_tokenizer
 from pipeline.config import JobConfig
 from pipeline.config.identity import identity_of
+from pipeline.config.jobfile import parse_value
 from pipeline.config.load import load_job, of_flags
 from pipeline.data.prompt_template import in_template
 from pipeline.data.requests.openai_batch import OF_LINE
@@ -61,6 +62,10 @@ def job_of_data(data: str, flags: Mapping[str, Any], **overlays: Any) -> JobConf
         else:  # servers do not score labels
             values["sampling.structured_outputs.choice"] = (labels, "--labels")
             values["output.rename"] = ({"generated_text": "label"}, "--labels")
+    if flags["token_price"] is not None:
+        prompt, _, generated = flags["token_price"].partition("/")
+        prices = {"input": parse_value(prompt, "--token-price"), "output": parse_value(generated, "--token-price")}
+        values["cost.usd_per_million"] = (prices, "--token-price")
     for name, key in KEYS.items():
         if flags[name] is not None:
             values[key] = (flags[name], f"--{name.replace('_', '-')}")

@@ -1,16 +1,33 @@
 """Command that estimates a job before it runs: plan."""
 
-from typing import Any
+import re
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.cli.console import handle_errors, json_flag, print_json, print_message, print_result, result_width
-from pipeline.cli.options import job_overlays
+from pipeline.cli.data_flags import NAMES, data_flags, is_job_file, job_of
+from pipeline.cli.options import Grouped, job_overlays
 from pipeline.errors import ConfigError
 
+if TYPE_CHECKING:
+    from pipeline.config import JobConfig
 
-@click.command()
-@click.argument("job", metavar="JOB.yaml", type=click.Path())
+PROBE_ROWS = 200  # of --models
+_MODEL = re.compile(r"(?P<model>[^@]+)(@(?P<url>https?://[^=]+)(=(?P<token_price>.+))?)?")
+_GROUPS = {
+    "Job of a file": ("sets", "presets", "overlays", "vars", "limit"),
+    "Job without a file": (*NAMES, "models"),
+}
+
+
+@click.command(cls=Grouped, groups=_GROUPS)
+@click.argument("target", metavar="JOB.yaml|DATA", type=click.Path())
+@data_flags
+@click.option("--models", metavar="A,B,...",
+              help="Compare models: compute the first rows with each (--probe, 200 by default) and show tokens, hours, "
+              "dollars and how often they agree. NAME, or NAME@URL=IN/OUT on a server, with its dollars per million "
+              "tokens.")  # fmt: skip
 @job_overlays
 @click.option("--sample", type=click.IntRange(min=1), metavar="N", default=2000, show_default=True,
               help="Number of rows to read and tokenize.")  # fmt: skip
@@ -24,7 +41,9 @@ from pipeline.errors import ConfigError
 @json_flag
 @handle_errors
 def plan(
-    job: str,
+    target: str,
+    flags: dict[str, Any],
+    models: str | None,
     sample: int,
     probe: int | None,
     hardware: tuple[str, ...],
@@ -40,6 +59,8 @@ def plan(
       pipeline plan my.yaml --probe 64           a new model: measure 64 rows first
       pipeline plan my.yaml --hardware h100 --actors 1,8,64
       pipeline plan my.yaml --hardware h100=2.10 --hardware l4=0.35 --json
+      pipeline plan data/ --prompt "Summarize: {text}" --model Qwen/Qwen3-4B
+      pipeline plan data/ --prompt "Summarize: {text}" --models Qwen/Qwen3-4B,gpt-x@https://api.example.com/v1=0.15/0.6
 
     Prompt tokens are counted in a sample. Lengths of completions and the speed of this machine come from earlier runs,
     recorded in $PIPELINE_CACHE; figures for other cards come from a cost model. Each figure names its source.
@@ -50,24 +71,54 @@ def plan(
     Writes the estimate to output.path/_pipeline/plan.json, so that `pipeline report` can compare it with the actual
     run. Writes nothing else, and reads no weights without --probe.
     """
-    from pipeline.config import load_job
+    from pipeline.estimate import compare_models
     from pipeline.estimate.job_estimate import estimate_job, save_estimate
     from pipeline.estimate.render import text
 
-    config = load_job(job, **overlays)
-    found = estimate_job(
-        config,
-        sample=sample,
-        probe=probe,
-        hardware=hardware,
-        actors=_counts(actors),
-        log=print_message,
-    )
+    options: dict[str, Any] = {"sample": sample, "hardware": hardware, "actors": _counts(actors), "log": print_message}
+    if models is not None:
+        jobs = {
+            name: _jobs_of(target, flags | of_model, probe or PROBE_ROWS, overlays)
+            for name, of_model in _models(target, models, flags).items()
+        }
+        compared = compare_models.compare_models(jobs, **options)
+        if as_json:
+            return print_json({"models": [each.to_json() for each in compared]})
+        return print_result(compare_models.text(compared, result_width()))
+    config = job_of(target, flags, **overlays)
+    found = estimate_job(config, probe=probe, **options)
     if found.estimate is not None:
         save_estimate(config, found.estimate)
     if as_json:
         return print_json(found.to_json())
     print_result(text(found, result_width()))
+
+
+def _models(target: str, models: str, flags: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the flags of each model of --models, by its name."""
+    if is_job_file(target):
+        raise ConfigError(f"--models: expected DATA and --prompt, not the job file {target}")
+    given = next((name for name in ("model", "url", "token_price", "output") if flags[name] is not None), None)
+    if given is not None:
+        raise ConfigError(f"--{given.replace('_', '-')}: not with --models, which gives each model a job of its own")
+    found = {}
+    for text in filter(None, models.split(",")):
+        match = _MODEL.fullmatch(text)
+        if match is None:
+            raise ConfigError(f"--models {text}: expected NAME, NAME@URL or NAME@URL=IN/OUT")
+        own = {"hourly_price": None} if match["url"] else {}  # a server is paid by tokens
+        found[match["model"]] = match.groupdict() | own
+    if len(found) < 2:
+        raise ConfigError(f"--models {models}: expected at least two models, with commas")
+    return found
+
+
+def _jobs_of(
+    target: str, flags: dict[str, Any], rows: int, overlays: dict[str, Any]
+) -> tuple["JobConfig", "JobConfig"]:
+    """Return the job of the compared rows, which are the first ones, and that of all rows."""
+    few = {"limit": min(rows, overlays["limit"] or rows), "sets": (*overlays["sets"], "run.max_error_rate=1")}
+    return job_of(target, flags, **overlays | few), job_of(target, flags, **overlays)
 
 
 def _counts(text: str | None) -> tuple[int, ...]:
