@@ -37,7 +37,7 @@ def _pipeline(*arguments: str) -> str:
 @script(__doc__)
 @click.argument("model", type=click.Choice(["smollm2", "gemma3"]))
 @click.option("--limit", type=click.IntRange(min=1), default=24, show_default=True, help="Texts to measure.")
-@click.option("--methods", default="gptq,rtn", show_default=True, help="Methods of `pipeline quantize` to make; also awq.")
+@click.option("--methods", default="gptq,rtn", show_default=True, help="Methods to make; also awq.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder to keep; default: a temporary one.")
 @json_flag
 def main(model: str, limit: int, methods: str, work: Path | None, as_json: bool) -> None:
