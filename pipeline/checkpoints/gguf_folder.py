@@ -22,7 +22,7 @@ from pipeline.errors import ModelError
 from pipeline.weights.gguf import BLOCK_TYPES, FLOAT_TYPES
 
 EXTRA = "parquet-batch-inference[gguf]"
-_VERSION = 1  # of the contents of these folders
+_VERSION = 2  # of the contents of these folders
 _TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 _ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "starcoder2", "gemma2")},
@@ -31,6 +31,30 @@ _ARCHITECTURES = {
 """Families by ggml's name of their architecture."""
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 _NUM_LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+
+_START, _SHORT, _SPACES = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TITLE, _CAPITALS = f"{_START}{_UPPER}*{_LOWER}+", f"{_START}{_UPPER}+{_LOWER}*"
+_OTHER = r" ?[^\s\p{L}\p{N}]+"
+_SPLITS = {
+    "llama-bpe": rf"{_SHORT}|{_START}\p{{L}}+|\p{{N}}{{1,3}}|{_OTHER}[\r\n]*|{_SPACES}",
+    "qwen2": rf"{_SHORT}|{_START}\p{{L}}+|\p{{N}}|{_OTHER}[\r\n]*|{_SPACES}",
+    "tekken": rf"{_TITLE}|{_CAPITALS}|\p{{N}}|{_OTHER}[\r\n/]*|{_SPACES}",
+    "gpt-4o": rf"{_TITLE}{_SHORT}?|{_CAPITALS}{_SHORT}?|\p{{N}}{{1,3}}|{_OTHER}[\r\n/]*|{_SPACES}",
+    "smollm": "digits",
+    "gpt-2": "",
+}
+"""Regular expression that splits a text before byte pairs are merged, as in the publishers' tokenizer.json, by ggml's
+name of the rule; empty: that of GPT-2, which tokenizers has built in; digits: the same, after splitting off each
+digit."""
+_SAME_SPLIT = {
+    **dict.fromkeys(("llama3", "llama-v3", "dbrx", "smaug-bpe", "falcon3", "pixtral"), "llama-bpe"),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), "qwen2"),
+    **dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), "smollm"),
+    **dict.fromkeys(("mpt", "olmo", "jais", "phi-2", "trillion"), "gpt-2"),
+}
+_WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken")
+"""Rules of tokenizers that take a piece which is a token without merging its bytes."""
 
 _Metadata = Callable[[str], Any]
 """Value of a key of a file's header without the architecture's prefix `<arch>.`; None if the file has no such key."""
@@ -98,6 +122,12 @@ def _write(folder: Path, files: Sequence[Path]) -> None:
 
         tokenizer: Any = AutoTokenizer.from_pretrained(str(files[0].parent), gguf_file=files[0].name)
         tokenizer.save_pretrained(str(folder))
+        split = _byte_pair_split(files[0], values)
+        if split is not None:
+            saved = folder / "tokenizer.json"
+            saved.write_text(json.dumps(_with_split(json.loads(saved.read_text(encoding="utf-8")), split)))
+    except ModelError:
+        raise
     except Exception as error:  # transformers passes on whatever its converters raise
         raise ModelError(f"{files[0]}: transformers cannot convert its tokenizer ({error})") from None
     if any(tensor["type"] in BLOCK_TYPES for tensor in table["tensors"]):
@@ -255,6 +285,34 @@ def _rope(values: _Metadata, readers: Sequence[Any]) -> dict[str, Any]:
         base |= {"rope_type": kind, "factor": factor}
         return base | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
     return base
+
+
+def _byte_pair_split(file: Path, values: _Metadata) -> str | None:
+    """Return the name of the rule that splits a text; None for a tokenizer of another kind. Transformers converts each
+    with the rule of GPT-2, which gives other tokens for digits and spaces. Raises ModelError for an unknown one."""
+    rule = values("tokenizer.ggml.pre")
+    if values("tokenizer.ggml.model") != "gpt2" or rule in (None, "default"):
+        return None
+    if rule not in _SPLITS and rule not in _SAME_SPLIT:
+        known = ", ".join(sorted((*_SPLITS, *_SAME_SPLIT)))
+        raise ModelError(
+            f"{file}: tokenizer.ggml.pre = {rule!r}: expected one of {known}; use the model's safetensors checkpoint"
+        )
+    return rule
+
+
+def _with_split(tokenizer: dict[str, Any], rule: str) -> dict[str, Any]:
+    """Return the content of a tokenizer.json with the rule that splits a text."""
+    split = _SPLITS[_SAME_SPLIT.get(rule, rule)]
+    steps: list[dict[str, Any]] = []
+    if split == "digits":
+        steps.append({"type": "Digits", "individual_digits": True})
+    elif split:
+        steps.append({"type": "Split", "pattern": {"Regex": split}, "behavior": "Isolated", "invert": False})
+    is_own = split in ("", "digits")
+    steps.append({"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": is_own})
+    model = tokenizer["model"] | {"ignore_merges": rule in _WHOLE_WORDS}
+    return tokenizer | {"model": model, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}}
 
 
 def _ends(tokenizer: Any, values: _Metadata) -> list[int]:

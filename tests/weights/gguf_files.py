@@ -51,11 +51,17 @@ def _in_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def write_pair(
-    plain: Path, file: Path, dense: Path, kind_of: Callable[[str], str], seed: int = 0, num_files: int = 1
+    plain: Path,
+    file: Path,
+    dense: Path,
+    kind_of: Callable[[str], str],
+    seed: int = 0,
+    num_files: int = 1,
+    split: str = "gpt-2",
 ) -> None:
     """Write the checkpoint in `plain` as GGUF, and in `dense` as safetensors with the values of the GGUF file.
 
-    kind_of: the type of a matrix, by its name in GGUF.
+    kind_of: the type of a matrix, by its name in GGUF. split: the rule that splits texts before byte pairs are merged.
     """
     rng, config = np.random.default_rng(seed), json.loads((plain / "config.json").read_text())
     architecture = _ARCHITECTURES.get(config["model_type"], config["model_type"])
@@ -65,7 +71,10 @@ def write_pair(
     options = {"split_max_tensors": 6} if num_files > 1 else {}
     writer = GGUFWriter(file, architecture, **options)
     _write_header(writer, config, architecture)
-    (_write_gemma_tokenizer if architecture.startswith("gemma") else _write_tokenizer)(writer, plain)
+    if architecture.startswith("gemma"):
+        _write_gemma_tokenizer(writer, plain)
+    else:
+        _write_tokenizer(writer, plain, split)
     values = {name: value for path in plain.glob("*.safetensors") for name, value in load_file(path).items()}
     for stem, suffix, members in _stored(values):
         array = np.stack([values[member].float().numpy() for member in members])
@@ -157,7 +166,7 @@ def _llama3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
     return np.where(is_short, 1.0, np.where(is_long, rope["factor"], between)).astype(np.float32)
 
 
-def _write_tokenizer(writer: GGUFWriter, plain: Path) -> None:
+def _write_tokenizer(writer: GGUFWriter, plain: Path, split: str) -> None:
     tokenizer = json.loads((plain / "tokenizer.json").read_text())
     by_id = {index: text for text, index in tokenizer["model"]["vocab"].items()}
     special = {token["id"]: token["content"] for token in tokenizer["added_tokens"]}
@@ -169,7 +178,7 @@ def _write_tokenizer(writer: GGUFWriter, plain: Path) -> None:
     texts[-1] = texts[254] + texts[255]
     kinds[-1] = TokenType.NORMAL
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
     writer.add_token_merges([f"{texts[254]} {texts[255]}"])  # transformers needs one
