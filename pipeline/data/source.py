@@ -21,8 +21,9 @@ from pipeline.data.columns import UnifiedColumn, decoded_bytes, did_you_mean, em
 from pipeline.data.dataset_files import SkippedFile, dataset_columns, files_of
 from pipeline.data.files.footer import DamagedFile, decoding
 from pipeline.data.files.formats import format_of, of_one_format
+from pipeline.data.files.hub_splits import hub_input
 from pipeline.data.files.json_lines import read_slices as read_lines
-from pipeline.data.files.listing import find_files, is_local
+from pipeline.data.files.listing import find_files, has_magic, is_local
 from pipeline.data.files.partitions import partition_array
 from pipeline.data.files.source_file import Slice, SourceFile
 from pipeline.data.files.text_blocks import compression_of
@@ -163,6 +164,7 @@ def open_source(
     of_requests: bool = False,
 ) -> Source:
     """Find the files of a path: a file, a folder (recursively) or a glob, local or an fsspec url.
+    A url of the Hugging Face Hub is read at one commit, which is in `Source.url`.
 
     Folders and globs skip names that start with `_` or `.`, and files of other formats (`files/formats.py`, listed in
     `Source.passed_over`). Folders named `column=value` below the root (for a glob: below the part before its first
@@ -175,6 +177,8 @@ def open_source(
     files are in `Source.skipped`.
     """
     storage = dict(storage or {})
+    hub = hub_input(path, storage, retries)
+    path = path if hub is None else hub.url
     listed = find_files(path, storage, retries)
     fs, root, found = listed.fs, listed.root, listed.files
     shown = shown_url(fs.unstrip_protocol(root)) if not is_local(fs) else root
@@ -183,6 +187,8 @@ def open_source(
     if not listed.is_named:
         found, others = of_one_format(fs, root, found, f"input.path {shown_url(path)}", names)
         names = [posixpath.join(shown, relative) for relative, _ in found]
+        if hub is not None and not has_magic(path):
+            hub.check_choice([relative for relative, _ in found])
     dataset = files_of(fs, root, names, on_corrupt == "skip", of_requests)
 
     def look(index: int) -> SourceFile | SkippedFile:

@@ -26,8 +26,8 @@ _MIN_FREE_BYTES = 2**30
 _RAY_FULL = 0.95  # used share of a disk above which Ray stores nothing more
 _ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
                 "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ROLE_ARN",
-                "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_HUB_OFFLINE", "PIPELINE_CACHE", "NUMBA_CACHE_DIR",
-                "TRITON_CACHE_DIR")  # fmt: skip
+                "AWS_WEB_IDENTITY_TOKEN_FILE", "HF_ENDPOINT", "HF_HUB_OFFLINE", "HF_TOKEN", "PIPELINE_CACHE",
+                "NUMBA_CACHE_DIR", "TRITON_CACHE_DIR")  # fmt: skip
 
 
 def versions(setup: Setup) -> Iterator[Check]:

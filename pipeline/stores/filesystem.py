@@ -17,6 +17,8 @@ from pipeline.stores.store_errors import PreconditionFailed, ShortRead, client_e
 
 T = TypeVar("T")
 
+HUB = "hf://datasets/"  # urls of datasets on the Hugging Face Hub
+
 
 def is_url(path: str) -> bool:
     """Return whether a user's path is an fsspec url and not a local path."""
@@ -71,6 +73,10 @@ def filesystem(
     given = dict(options or {})
 
     def connect() -> tuple[Any, str]:
+        if url.startswith(HUB):
+            from pipeline.stores.hub_files import HubFiles
+
+            return HubFiles(**given), url.removeprefix("hf://").rstrip("/")
         chained = "::" in url
         try:
             fs, path = fsspec.core.url_to_fs(url, **(given if chained or not _names_s3(url) else _one_try_s3(given)))

@@ -102,10 +102,11 @@ def status_of(error: BaseException) -> int | None:
     response_error = client_error(error)
     if response_error is not None:
         return response_error.response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    for attribute in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
-        status = getattr(error, attribute, None)
-        if isinstance(status, int) and 100 <= status < 600:
-            return status
+    for owner in (error, getattr(error, "response", None)):  # huggingface_hub: of the response
+        for attribute in ("status", "status_code", "code"):  # aiohttp, azure, gcsfs
+            status = getattr(owner, attribute, None)
+            if isinstance(status, int) and 100 <= status < 600:
+                return status
     return None
 
 

@@ -13,9 +13,16 @@ class InputSection(ConfigSection):
     path: PathOrUrl = Field(
         description="Parquet, JSON Lines (.jsonl, .ndjson, .json), CSV or TSV (these also .gz or .zst), or Arrow "
         "(.arrow, .feather, .ipc), one format per job: a file, a folder (with subfolders) or a glob, local or an "
-        "fsspec url. Relative paths start at the working directory; "
+        "fsspec url, such as s3:// or hf://datasets/. Relative paths start at the working directory; "
         "paths may contain ${NAME} and ${NAME:-default} for environment variables.",
-        examples=["jobs/data", "s3://bucket/tickets/*.parquet", "chats.jsonl.gz", "tickets.csv", "${DATA:-data}/in"],
+        examples=[
+            "jobs/data",
+            "s3://bucket/tickets/*.parquet",
+            "chats.jsonl.gz",
+            "tickets.csv",
+            "hf://datasets/org/name/data/train-*",
+            "${DATA:-data}/in",
+        ],
     )
     format: Literal["rows", "openai"] = Field(
         default="rows",

@@ -66,7 +66,7 @@ def find_files(path: str, storage: dict[str, Any], retries: RetryCounts | None =
         return Found(fs, root, list(sizes.items()), is_named=True)  # any name is allowed
     found = sorted((f, n) for f, n in sizes.items() if not is_passed_by(f))
     with reading(name, secrets):
-        is_folder = not any(c in full for c in _MAGIC)
+        is_folder = not has_magic(full)
         listed = sizes if is_folder and not is_local(fs) else None
         refuse_tables(fs, root, [relative for relative, _ in found], listed, is_local(fs), name)
     if not found:
@@ -115,6 +115,11 @@ def _matches(names: list[str], pattern: list[str]) -> bool:
     return fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
 
 
+def has_magic(path: str) -> bool:
+    """Return whether a path has characters of a glob."""
+    return any(c in path for c in _MAGIC)
+
+
 def is_local(fs: Any) -> bool:
     return "file" in protocols(fs)
 
@@ -132,7 +137,7 @@ def _is_hidden(folder: str) -> bool:
 def _fixed(full: str) -> str:
     """Return the part of a glob before its first pattern."""
     parts = full.split("/")
-    first = next(i for i, part in enumerate(parts) if any(c in part for c in _MAGIC))
+    first = next(i for i, part in enumerate(parts) if has_magic(part))
     return "/".join(parts[:first]) or "/"
 
 
@@ -144,7 +149,7 @@ def _local(full: str, path: str, name: str) -> tuple[str, dict[str, int]]:
         root, paths = os.path.split(full)[0], [full]
     elif os.path.isdir(full):
         root, paths = full, list(_walk(full))
-    elif os.path.lexists(full) or not any(c in full for c in _MAGIC):
+    elif os.path.lexists(full) or not has_magic(full):
         raise InputError(f"{name}: does not exist{_looked_for(path, full)}")
     else:
         root, paths = _fixed(full), []
@@ -211,7 +216,7 @@ def _remote(fs: Any, full: str, name: str, as_folder: bool) -> tuple[str, dict[s
     try:
         info = fs.info(full)
     except FileNotFoundError:
-        if not any(c in full for c in _MAGIC):
+        if not has_magic(full):
             raise InputError(f"{name}: does not exist") from None
         root, entries = _fixed(full), fs.glob(full, detail=True)
         folders = [n for n, entry in entries.items() if entry["type"] == "directory"]

@@ -17,6 +17,7 @@ from pipeline.config.identity import free_of, identity_of, numerics_of
 from pipeline.data.output.parts import SUCCESS, PartStore
 from pipeline.data.source import Source
 from pipeline.errors import FingerprintError, OutputError
+from pipeline.stores.redaction import shown_url
 
 FORMAT = 2
 JOB = "_pipeline/job.json"
@@ -100,11 +101,11 @@ def fingerprint(
         numerics["engine"]["device"] = device
         identities.append(identity)
         all_numerics.append(numerics)
-    chat = config.prompt.chat
+    chat, free = config.prompt.chat, free_of(config)
     job = Fingerprint(
         identities[0],
         all_numerics[0],
-        _from_json(free_of(config)),
+        _from_json({**free, "input": {**free["input"], "path": shown_url(source.url)}}),
         set_identity=identities[1],
         set_numerics=all_numerics[1],
         needs_date=reads_date and chat is not None,
@@ -230,7 +231,8 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
             datetime.fromisoformat(date)
         files = dict(theirs["identity"]["files"])
         known = {name: theirs[name] for name in ("identity", "numerics")}
-        return {**known, "files": files, "date": date, "fingerprint": theirs["fingerprint"]}
+        path = (theirs.get("free") or {}).get("input", {}).get("path")
+        return {**known, "files": files, "date": date, "fingerprint": theirs["fingerprint"], "path": path}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _edited(f"{store.path}/{JOB}", error) from error
 
@@ -240,9 +242,12 @@ def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_n
     if changes:
         limits = " With --retry-failed its error rows are computed again under the new limit."
         files = " With --append only the new files are computed."
+        path = ours.free["input"]["path"]
+        moved = f" The first run read {theirs['path']}, this one reads {path}."
         raise FingerprintError(
             f"output.path {store.path} was produced by a different job. Differences (recorded -> current):\n"
             f"{shown(changes)}\nChoose a new output.path, or undo the changes to resume this job."
+            + (moved if path != theirs["path"] and any(key.startswith("files.") for key, _, _ in changes) else "")
             + (limits if _are_limits(changes) else "")
             + (files if _are_new_files(changes) else "")
         )
