@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.data import dataset_files
 from pipeline.data.files import json_lines
 from pipeline.data.source import cut_windows, open_source
 from tests.data.conftest import in_memory
@@ -24,10 +25,11 @@ def scans(monkeypatch, tmp_path):
     names, scan = [], json_lines.scan
 
     def counting(*args):
-        names.append(args[2])
+        names.append(args[3])
         return scan(*args)
 
-    monkeypatch.setattr(json_lines, "scan", counting)
+    for module in (json_lines, dataset_files):
+        monkeypatch.setattr(module, "scan", counting)
     return names
 
 
