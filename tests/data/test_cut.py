@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipeline.data.files import json_lines
+from pipeline.data.files import text_blocks
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.row_adapters import RowAdapters
 from pipeline.data.row_texts import RowTexts
@@ -79,7 +79,7 @@ def write_input(case: str, write, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_cut_is_the_recorded_one(write, tmp_path, monkeypatch, case):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 5000)
+    monkeypatch.setattr(text_blocks, "BLOCK_BYTES", 5000)
     units, expected = CASES[case]
     source = open_source(write_input(case, write, tmp_path), on_corrupt="skip")
     digest, num_rows = hashlib.sha256(), 0

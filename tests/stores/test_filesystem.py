@@ -10,7 +10,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from s3fs.errors import translate_boto_error
 
 from pipeline.checkpoints.locate import resolve_model
-from pipeline.data.files import json_lines
+from pipeline.data.files import source_file, text_blocks
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.errors import EnvironmentFailed, InputError, ModelError, OutputError
@@ -312,8 +312,8 @@ def test_invalid_options_and_names_are_config_errors():
 
 def test_lines_in_a_store_are_read_despite_its_faults(store, tmp_path, monkeypatch):
     monkeypatch.setattr("pipeline.stores.filesystem.RetryPolicy", lambda: QUICK)
-    monkeypatch.setattr(json_lines, "_REQUEST_BYTES", 2000)
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 3000)
+    monkeypatch.setattr(source_file, "_REQUEST_BYTES", 2000)
+    monkeypatch.setattr(text_blocks, "BLOCK_BYTES", 3000)
     lines = b"".join(b'{"n": %d}\n' % i for i in range(2000))
     url = f"{store.bucket.url(tmp_path.name)}/in"
     for name, data in (("a.jsonl", lines), ("b.jsonl.gz", gzip.compress(lines))):

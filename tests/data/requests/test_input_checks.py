@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.data.files import json_lines
+from pipeline.data.files import text_blocks
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests import input_checks
 from pipeline.data.requests.request_row import PARAMETERS, request_schema
@@ -31,7 +31,7 @@ def named(i, make=chat, **body) -> dict:
 
 
 def test_lines_are_rows_of_one_schema_whatever_their_fields(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 200)
+    monkeypatch.setattr(text_blocks, "BLOCK_BYTES", 200)
     put(tmp_path, "a.jsonl", [named(0), named(1, max_tokens=3), named(2, n=4)])
     source = opened(put(tmp_path, "b.jsonl.gz", [named(3, user="u", logprobs=True)]))
     assert source.schema.equals(request_schema("chat"))

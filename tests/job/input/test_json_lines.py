@@ -6,7 +6,7 @@ import json
 import pyarrow as pa
 import pytest
 
-from pipeline.data.files import json_lines
+from pipeline.data.files import text_blocks
 from pipeline.errors import InputError
 from tests.job.conftest import TEXTS, run, success
 
@@ -20,7 +20,7 @@ def put(job, name: str, rows: list) -> None:
 
 @pytest.fixture
 def lines(job, monkeypatch):
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(text_blocks, "BLOCK_BYTES", 100)
     rows = [{"id": i, "text": text, "tags": ["a", str(i)]} for i, text in enumerate([*TEXTS, None])]
     put(job, "a.jsonl", rows[:20])
     put(job, "b.jsonl.gz", rows[20:])

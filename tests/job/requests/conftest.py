@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipeline.data.files import json_lines
+from pipeline.data.files import text_blocks
 from tests.job.requests.lines import EMBEDDINGS, FORMAT, put, request
 from tests.job.row.test_tasks import TaskJob
 
@@ -10,7 +10,7 @@ from tests.job.row.test_tasks import TaskJob
 @pytest.fixture
 def batch(job, monkeypatch):
     """A job of requests: no prompt section, two files, some lines with values of their own, three that are refused."""
-    monkeypatch.setattr(json_lines, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(text_blocks, "BLOCK_BYTES", 300)
     job.settings["input"].update(FORMAT)
     del job.settings["prompt"]
     (job.folder / "model" / "chat_template.jinja").write_text("{{ messages }}")
