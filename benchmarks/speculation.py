@@ -3,6 +3,7 @@
     python -m benchmarks.speculation
     python -m benchmarks.speculation --text extractive --batch-sizes 1,8
     python -m benchmarks.speculation --batch-sizes 1 --rows 2 --rounds 1
+    python -m benchmarks.speculation --model SmolLM2-135M-Instruct.Q4_1.gguf --draft none --text rewrite
 
 All modes run on one engine, since the location of its memory changes times by a few percent. They differ in proposer
 and policy. Rows are scheduled as in a job: a full batch, a new row whenever one finishes, and a shrinking tail. Modes
@@ -15,6 +16,8 @@ whose ratio is no further below 1 is not measurably slower.
 import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from random import Random
 from time import perf_counter
 from typing import Any
 
@@ -36,11 +39,21 @@ from pipeline.engine.speculation.measured_drafts import MeasuredDrafts
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import PipelineError
 
+NO_DRAFT = "none"
 PLAIN, NGRAM, DRAFT, AUTO, AGAIN = "plain", "lookup, forced", "draft model, forced", "auto", "plain again"
 TEXTS = {
     "reports": "those of the demonstration job",
     "extractive": "a report with its summary, then the same report again, so that the prompt contains the answer",
+    "rewrite": "chats that ask to correct a paragraph of the documentation",
+    "extract": "chats that ask for the sentences of a paragraph that name a file, a key or a number",
+    "summary": "chats that ask for a summary of a paragraph",
 }
+ASKED = {
+    "rewrite": "Correct spelling and grammar. Answer with the corrected text only.\n\n{}",
+    "extract": "Copy each sentence that names a file, a key or a number, word for word.\n\n{}",
+    "summary": "Summarize in two sentences.\n\n{}",
+}
+PARAGRAPH_CHARS = (250, 900)
 OUTPUT_TOKENS = 96  # as in the demonstration job
 MIN_EQUAL = 0.98  # share of the rows; a near-tie of two logits may resolve differently at another batch size
 
@@ -144,10 +157,13 @@ def _batch(
     dtype: str,
     threads: int | None,
 ) -> tuple[BatchSpeculation, str]:
+    speculation = SpeculationConfig("lookup", num_speculative_tokens=max_drafts)
+    if draft != NO_DRAFT:
+        speculation = SpeculationConfig("draft_model", str(locate_model(draft)), max_drafts)
     options = EngineConfig(
         str(locate_model(model)),
         dtype=dtype,
-        speculation=SpeculationConfig("draft_model", str(locate_model(draft)), max_drafts),
+        speculation=speculation,
         max_num_seqs=batch,
         num_threads=threads,
     )
@@ -171,25 +187,32 @@ def _batch(
 
 
 def _draftings(engine: Engine, max_drafts: int) -> dict[str, SpecDecoder | None]:
-    """Return the drafts of each mode, for an engine with a draft model.
+    """Return the drafts of each mode.
 
     Each mode has its own n-gram lookup, since lookups learn. The draft model is shared, since it does not.
     """
     assert engine.spec_decoder is not None
-    draft_model, scheduler = engine.spec_decoder.proposer, engine.scheduler
+    proposer, scheduler = engine.spec_decoder.proposer, engine.scheduler
     forced, lookup = NgramProposer(engine.table, max_drafts), NgramProposer(engine.table, max_drafts)
     forced.warm_up()
-    return {
+    modes = {
         PLAIN: None,
         AUTO: SpecDecoder(lookup, MeasuredDrafts(max_drafts), scheduler),
         AGAIN: None,
         NGRAM: SpecDecoder(forced, FixedDrafts(), scheduler),
-        DRAFT: SpecDecoder(draft_model, FixedDrafts(), scheduler),
     }
+    has_model = not isinstance(proposer, NgramProposer)
+    return modes | {DRAFT: SpecDecoder(proposer, FixedDrafts(), scheduler)} if has_model else modes
 
 
 def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request]:
-    """Return the rows of one round. Each round has other rows."""
+    """Return the rows of one round. Each round has other rows, unless there are too few paragraphs."""
+    if text in ASKED:
+        paragraphs = itertools.cycle(_paragraphs())
+        chosen = itertools.islice(paragraphs, number * num_rows, (number + 1) * num_rows)
+        chats = [[{"role": "user", "content": ASKED[text].format(paragraph)}] for paragraph in chosen]
+        params = SamplingParams(max_tokens=OUTPUT_TOKENS)
+        return [Request(i, engine.tokenizer.encode_chat(chat), params) for i, chat in enumerate(chats)]
     index = itertools.count(1000 * number * num_rows)
     params, requests = SamplingParams(max_tokens=OUTPUT_TOKENS), []
     while len(requests) < num_rows:
@@ -201,6 +224,15 @@ def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request
         if len(tokens) + OUTPUT_TOKENS <= engine.max_model_len:  # some reports are too long to repeat
             requests.append(Request(len(requests), tokens, params))
     return requests
+
+
+def _paragraphs() -> list[str]:
+    """Return paragraphs of the documentation, in an order that mixes the pages."""
+    pages = [page.read_text(encoding="utf-8") for page in sorted(Path("docs").glob("*.md"))]
+    found = [part for page in pages for part in page.split("\n\n") if part[0] not in "#|`!<"]
+    low, high = PARAGRAPH_CHARS
+    Random(0).shuffle(found)
+    return [part for part in found if low <= len(part) <= high]
 
 
 @dataclass(frozen=True)
@@ -257,9 +289,9 @@ def _way(name: str, runs: list[_SpeculationRun], plain: list[_SpeculationRun], s
 
 @script(__doc__)
 @click.option("--model", default="demo:target-awq", show_default=True, metavar="PATH", help="Target model.")
-@click.option("--draft", default="demo:draft", show_default=True, metavar="PATH", help="Draft model.")
+@click.option("--draft", default="demo:draft", show_default=True, metavar="PATH", help="Draft model, or none.")
 @click.option("--text", type=click.Choice(tuple(TEXTS)), default="reports", show_default=True,
-              help="Rows of the demonstration job, or rows whose prompt contains the answer.")  # fmt: skip
+              help="Rows of the demonstration job, rows whose prompt contains the answer, or chats.")  # fmt: skip
 @click.option("--batch-sizes", metavar="N,N", default="1,8,32,128", show_default=True, callback=parse_sizes,
               help="Rows that run at once.")  # fmt: skip
 @click.option("--rows", type=click.IntRange(min=1), help="Rows of a round; default: twice the batch size, at least 32.")
