@@ -48,7 +48,7 @@ TEXTS = {
     "extract": "chats that ask for the sentences of a paragraph that name a file, a key or a number",
     "summary": "chats that ask for a summary of a paragraph",
 }
-ASKED = {
+INSTRUCTIONS = {
     "rewrite": "Correct spelling and grammar. Answer with the corrected text only.\n\n{}",
     "extract": "Copy each sentence that names a file, a key or a number, word for word.\n\n{}",
     "summary": "Summarize in two sentences.\n\n{}",
@@ -207,10 +207,10 @@ def _draftings(engine: Engine, max_drafts: int) -> dict[str, SpecDecoder | None]
 
 def _rows(engine: Engine, text: str, number: int, num_rows: int) -> list[Request]:
     """Return the rows of one round. Each round has other rows, unless there are too few paragraphs."""
-    if text in ASKED:
+    if text in INSTRUCTIONS:
         paragraphs = itertools.cycle(_paragraphs())
         chosen = itertools.islice(paragraphs, number * num_rows, (number + 1) * num_rows)
-        chats = [[{"role": "user", "content": ASKED[text].format(paragraph)}] for paragraph in chosen]
+        chats = [[{"role": "user", "content": INSTRUCTIONS[text].format(paragraph)}] for paragraph in chosen]
         params = SamplingParams(max_tokens=OUTPUT_TOKENS)
         return [Request(i, engine.tokenizer.encode_chat(chat), params) for i, chat in enumerate(chats)]
     index = itertools.count(1000 * number * num_rows)
