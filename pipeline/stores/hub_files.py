@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import fsspec
 from huggingface_hub import HfApi, errors
@@ -19,6 +19,7 @@ from pipeline.errors import InputError
 _PATH = re.compile(r"datasets/([^/@]+/[^/@]+)(?:@((?:refs/(?:convert|pr)/)?[^/]+))?(?:/(.*))?")
 _NoAnswer: Any = errors.HfHubHTTPError.__bases__[0]  # base class of the errors of huggingface_hub's HTTP client
 _TIMEOUT_S = 60.0
+_MAX_WHOLE_BYTES = 16 << 20
 _TOKEN = "set HF_TOKEN to a token that may read it (https://huggingface.co/settings/tokens)"
 
 
@@ -82,6 +83,8 @@ class HubFiles(fsspec.AbstractFileSystem):
         with _advice(path):
             answer = get_session().get(url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True)
             hf_raise_for_status(answer)
+        if answer.status_code == 200 and len(answer.content) <= _MAX_WHOLE_BYTES:
+            return answer.content[start:end]  # the Hub may send a small file as a whole
         return answer.content
 
     def _listed(self, path: str, recursive: bool) -> dict[str, dict[str, Any]]:
@@ -105,7 +108,7 @@ class HubFiles(fsspec.AbstractFileSystem):
         match = _PATH.fullmatch(path)
         if match is None:
             raise InputError(f"hf://{path}: expected hf://datasets/ORG/NAME, then @REVISION and /PATH if needed")
-        return match[1], match[2], match[3] or ""
+        return match[1], match[2] and unquote(match[2]), match[3] or ""
 
 
 @contextmanager

@@ -34,6 +34,7 @@ class Hub:
     def __init__(self) -> None:
         self.datasets: dict[str, Dataset] = {}
         self.requests: list[tuple[str, str, str | None]] = []  # method, path, Range
+        self.sends_ranges = True
         self.faults: list[tuple[str, int]] = []  # part of a path, status: for the next such request
 
     def answer(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, str], bytes]:
@@ -81,7 +82,7 @@ class Hub:
 
     def _ranged(self, content: bytes, headers: Any) -> tuple[int, dict[str, str], bytes]:
         wanted = headers.get("Range")
-        if wanted is None:
+        if wanted is None or not self.sends_ranges:
             return 200, {}, content
         start, stop = wanted.removeprefix("bytes=").split("-")
         return 206, {}, content[int(start) : int(stop) + 1 if stop else None]

@@ -3,6 +3,7 @@
 import gzip
 import io
 import pickle
+from urllib.parse import unquote
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,7 +11,7 @@ import pytest
 
 from pipeline.data.source import cut_windows, open_source
 from pipeline.errors import EnvironmentFailed, InputError
-from pipeline.stores import filesystem
+from pipeline.stores import filesystem, hub_files
 from pipeline.stores.hub_files import HubFiles
 from pipeline.stores.retries import RetryCounts, RetryPolicy
 from tests.data.fake_hub import Dataset, running_hub
@@ -64,11 +65,11 @@ def test_a_dataset_is_read_by_ranges_at_the_commit_of_its_planning(hub):
         assert same == [revision == first, True, True, True]
 
 
-@pytest.mark.parametrize("revision", ["v1", "refs/convert/parquet"])
+@pytest.mark.parametrize("revision", ["v1", "refs/convert/parquet", "refs%2Fconvert%2Fparquet"])
 def test_folders_globs_and_files_of_a_revision(hub, revision):
     hub.datasets["org/name"].commit({"x.md": b"#"})
     files = {"a/b c/1.jsonl": b'{"text": "1"}\n', "a/2.jsonl.gz": gzip.compress(b'{"text": "2"}\n' * 3), "a/3.txt": b""}
-    hub.datasets["org/name"].commit({**files, **{f"more/{i}.md": b"" for i in range(7)}}, revision)
+    hub.datasets["org/name"].commit({**files, **{f"more/{i}.md": b"" for i in range(7)}}, unquote(revision))
     for path, found in {
         "a/b c/1.jsonl": ["1.jsonl"], "a/*.gz": ["2.jsonl.gz"], "**": ["a/2.jsonl.gz", "a/b c/1.jsonl"],
         "a/**/*.jsonl*": ["2.jsonl.gz", "b c/1.jsonl"], "a/b*": ["b c/1.jsonl"],
@@ -149,6 +150,15 @@ def test_every_refusal_of_the_hub_names_the_fix(hub, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match="HF_HUB_OFFLINE is set; unset it"):
         open_source(URL)
+
+
+def test_a_hub_that_sends_small_files_as_a_whole(hub, monkeypatch):
+    hub.datasets["org/name"].commit({"a.parquet": parquet("x", "y", "z")})
+    hub.sends_ranges = False
+    assert texts_of(open_source(URL)) == ["x", "y", "z"]
+    monkeypatch.setattr(hub_files, "_MAX_WHOLE_BYTES", 10)
+    with pytest.raises(EnvironmentFailed, match="the server ignores Range requests"):
+        texts_of(open_source(URL))
 
 
 def test_throttling_and_server_errors_are_retried_and_counted(hub, monkeypatch):
