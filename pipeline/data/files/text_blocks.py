@@ -176,7 +176,10 @@ def _blocks(syntax: RowSyntax, file: "_Opened", name: str) -> Iterator[bytes]:
             yield text[:end]
         rest = text[end:]
         if len(rest) > MAX_ROW_BYTES:
-            raise DamagedFile(name, f"a row of more than {MAX_ROW_BYTES >> 20} MiB; is its format that of its name?")
+            raise DamagedFile(
+                name,
+                f"a row of more than {MAX_ROW_BYTES >> 20} MiB: another format, or in CSV a quote that is not closed",
+            )
     if rest:
         yield rest
 
