@@ -63,15 +63,15 @@ def main(model: str, limit: int, methods: str, work: Path | None, as_json: bool)
     loaded = [part for each in ON_LOAD for part in ("--quantization", each)]
     runs = {
         "weights": [*(str(work / method) for method in made), *loaded, "--activation-dtype", "none"],
-        "fp8 cache": [str(dense), "--kv-cache-dtype", "fp8"],
-        "int8, int8 activations": ["--quantization", "int8", "--activation-dtype", "int8"],
-        "fp8, fp8 activations": ["--quantization", "fp8", "--activation-dtype", "fp8"],
+        "dense, KV cache in fp8": [str(dense), "--kv-cache-dtype", "fp8"],
+        "int8, activations in int8": ["--quantization", "int8", "--activation-dtype", "int8"],
+        "fp8, activations in fp8": ["--quantization", "fp8", "--activation-dtype", "fp8"],
     }
     rows, figures = [], {}
     for run, arguments in runs.items():
         found: list[dict[str, Any]] = json.loads(_pipeline("eval", *arguments, *shared))["models"]
         for each in found if run == "weights" else found[-1:]:
-            name = f"{Path(each['name']).name}, {each['weights']}" if run == "weights" else run
+            name = each["weights"] if run == "weights" else run
             figures[name] = {key: each[key] for key in ("perplexity", "kl_mean", "kl_p99", "top1")}
             kl = (None if each[key] is None else f"{each[key]:.2e}" for key in ("kl_mean", "kl_p99"))
             rows.append((name, each["perplexity"], *kl, None if each["top1"] is None else f"{each['top1']:.1%}"))
