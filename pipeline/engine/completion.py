@@ -48,6 +48,7 @@ class Completion:
     tool_calls: the server's list of tool calls, as JSON.
     prompt_logprobs: log-probabilities of the prompt's tokens from the second on.
     result: result of the request's task. finish_reason is "stop" then, text and token_ids are empty.
+    is_copy: copied from an equal row, which was computed.
     samples: with `SamplingParams.n` above 1, the n completions in order. The other fields are then those of sample 0,
     except first_token_us and last_token_us, which are the minimum and maximum over all samples; an error applies to the
     whole request.
@@ -75,6 +76,7 @@ class Completion:
     num_reasoning_tokens: int = 0
     token_count: int | None = None
     tool_calls: str | None = None
+    is_copy: bool = False
 
     @property
     def num_tokens(self) -> int:

@@ -10,8 +10,8 @@ A server's tokens may have prices of their own, which count as prefill and decod
 
 Prefill is charged to prompt tokens and decode to generated tokens. All other machine time is charged to both in
 proportion, because both depend on it. The divisors are the delivered tokens that were computed: prompt tokens of
-completed rows without cached ones, and generated tokens. Lost work thus raises the cost of delivered tokens; refused or
-cached prompts do not lower it.
+completed rows without cached ones, and generated tokens without those of copied rows. Lost work thus raises the cost of
+delivered tokens; refused, cached or copied ones do not lower it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,8 @@ from pipeline.report.record.run_record import PHASES, RunRecord, split_exactly
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of completed rows. `cached` of the `input` tokens came from shared KV blocks; the others were computed.
+    """Tokens of completed rows. `cached` of the `input` tokens came from shared KV blocks or belong to copied rows, as
+    do `copied` of the `generated` tokens; the others were computed.
 
     `error_input` counts the prompt tokens of error rows, which are never delivered. Tokens computed for rows that
     failed in an engine are lost work (`faults.py`).
@@ -34,11 +35,17 @@ class Tokens:
     cached: int
     generated: int
     error_input: int = 0
+    copied: int = 0
 
     @property
     def computed(self) -> int:
         """Prompt tokens that were computed."""
         return self.input - self.cached
+
+    @property
+    def decoded(self) -> int:
+        """Generated tokens that were computed."""
+        return max(0, self.generated - self.copied)
 
 
 @dataclass(frozen=True)
@@ -98,8 +105,8 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
         prompt_usd=prompt,
         generated_usd=generated,
         per_1m_prompt_usd=_each(prompt, tokens.computed, 1_000_000),
-        per_1m_generated_usd=_each(generated, tokens.generated, 1_000_000),
-        per_1m_blended_usd=_each(total, tokens.computed + tokens.generated, 1_000_000),
+        per_1m_generated_usd=_each(generated, tokens.decoded, 1_000_000),
+        per_1m_blended_usd=_each(total, tokens.computed + tokens.decoded, 1_000_000),
         per_row_usd=_each(total, rows, 1),
         per_1m_with_cached_usd=_each(prompt, tokens.input, 1_000_000),
         unpriced_runs=0,

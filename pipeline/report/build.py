@@ -31,9 +31,16 @@ def build_report(
     """Build the report over all runs of a job, including killed ones, in order. totals: of the output."""
     machine_us = sum(run.machine_us for run in runs)
     errors = {code: count for code, count in sorted(totals.error_rows.items()) if count}
-    rows = Rows(input_rows, totals.rows, sum(errors.values()), errors, totals.further_samples)
+    stats = sum(
+        (run.row_stats for run in reversed(runs)), RowStats()
+    )  # reversed: examples of the latest run come first
+    rows = Rows(input_rows, totals.rows, sum(errors.values()), errors, totals.further_samples, stats.copied.rows)
     tokens = Tokens(
-        totals.num_input_tokens, totals.num_cached_tokens, totals.num_generated_tokens, totals.num_error_input_tokens
+        totals.num_input_tokens,
+        totals.num_cached_tokens,
+        totals.num_generated_tokens,
+        totals.num_error_input_tokens,
+        stats.copied.generated_tokens,
     )
     lost = lost_work(runs, tokens.generated)
     accounts = accounted(runs, [sum(of_run, LostWork()) for of_run in lost])
@@ -58,9 +65,6 @@ def build_report(
             generated_usd=cost.generated_usd,
         )
 
-    stats = sum(
-        (run.row_stats for run in reversed(runs)), RowStats()
-    )  # reversed: examples of the latest run come first
     times_us = shares_us(list(stats.lengths.values()), machine_us, phases_us)
     settings = runs[-1].settings if runs else {}
     return RunReport(

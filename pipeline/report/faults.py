@@ -64,6 +64,7 @@ class FaultCost(JsonRecord):
 def unrecorded_tokens(runs: Sequence[RunRecord], delivered_generated: int) -> int:
     """Return the generated tokens in parts that no record covers: a killed run wrote them after its last record."""
     known = sum(a.delivered_tokens.generated + a.resumed_generated_tokens for run in runs for a in run.actors)
+    known += sum(run.row_stats.copied.generated_tokens for run in runs)
     return max(0, delivered_generated - known)
 
 

@@ -22,13 +22,14 @@ PERCENTS = (50, 95, 99)
 @dataclass(frozen=True)
 class Rows:
     """Counts of input rows: all, and those written so far (completed + errors). extra_samples: additional output rows
-    if samples are rows."""
+    if samples are rows. copied: completed rows whose results were copied from equal rows."""
 
     input: int
     written: int
     errors: int
     errors_by_code: dict[str, int]
     extra_samples: int = 0
+    copied: int = 0
 
     @property
     def completed(self) -> int:
@@ -155,8 +156,8 @@ class RunReport(JsonRecord):
 
     @property
     def generated_tokens_per_s(self) -> float:
-        """Delivered generated tokens per second of total machine time."""
-        return per_second(self.tokens.generated, self.machine_us)
+        """Delivered, computed generated tokens per second of total machine time."""
+        return per_second(self.tokens.decoded, self.machine_us)
 
     @property
     def rows_per_s(self) -> float:
@@ -175,9 +176,9 @@ class RunReport(JsonRecord):
 
     @property
     def joules_per_generated_token(self) -> float | None:
-        """Total energy per delivered generated token in joules; None if unknown."""
-        known = self.energy_uj is not None and self.tokens.generated
-        return self.energy_uj / 1e6 / self.tokens.generated if known else None  # pyright: ignore[reportOptionalOperand]
+        """Total energy per delivered, computed generated token in joules; None if unknown."""
+        known = self.energy_uj is not None and self.tokens.decoded
+        return self.energy_uj / 1e6 / self.tokens.decoded if known else None  # pyright: ignore[reportOptionalOperand]
 
     def to_json(self) -> dict[str, Any]:
         raw = super().to_json()

@@ -325,6 +325,8 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
     refused = f"; another {tokens.error_input:,} in prompts of error rows, not priced" if tokens.error_input else ""
     computed = f"{tokens.computed:,} computed, {tokens.cached:,} from cache"
     yield "Tokens", f"{tokens.input:,} in ({computed}), {tokens.generated:,} out{refused}"
+    if rows.copied:
+        yield "Copied", f"{rows.copied:,} rows equal to computed ones, with {tokens.copied:,} of the tokens out"
     speed_in = f"{report.input_tokens_per_s:,.0f} tok/s in (computed)"
     if report.has_generated:
         yield "Speed", f"{speed_in}, {report.generated_tokens_per_s:,.0f} tok/s out, per engine"

@@ -78,6 +78,25 @@ def test_rows_errors_and_no_key_in_any_file(
     assert KEY not in str([row["error_message"] for row in found.values()])
 
 
+def test_equal_rows_are_sent_once(tmp_path: Path):
+    texts, prices = [f"row{i % 3}. a b" for i in range(8)], {"input": 1.0, "output": 2.0}
+    with FakeServer() as server:
+        path = job_file(tmp_path, server.url, 1, cost={"usd_per_million": prices})
+        pq.write_table(pa.table({"text": texts}), tmp_path / "in.parquet")
+        report = run_job(load_job(path))
+        sent = [json.dumps(request.body) for request in server.requests]
+    assert [sum(f"say row{i}." in body for body in sent) for i in range(3)] == [1, 1, 1]
+    found = pq.read_table(tmp_path / "out", columns=["text", "generated_text", "error"]).to_pylist()
+    assert sorted(row["text"] for row in found) == sorted(texts)
+    for row in found:
+        assert_right(row)
+    assert report.rows.copied == 5
+    assert report.tokens.generated == 8 * 4
+    assert report.work.computed_generated_tokens == server.ledger.generated_tokens
+    assert report.work.wasted_generated_tokens == server.ledger.generated_tokens - report.tokens.decoded
+    assert report.cost.total_usd == pytest.approx(server.ledger.usd({**prices, "cached_input": 1.0}))
+
+
 def test_a_killed_run_resumes_with_the_same_model_only(tmp_path: Path):
     with FakeServer(slots=8, seconds_per_request=0.15) as server:
         path = job_file(tmp_path, server.url, 120)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from pipeline.config.values import HIDDEN, IDENTITY, Actors, ConfigSection, Duration, PathOrUrl
+from pipeline.config.values import HIDDEN, IDENTITY, Actors, ConfigSection, Duration, PathOrUrl, Switch
 from pipeline.machine.liveness import LOAD_TIMEOUTS, PROGRESS_TIMEOUTS
 
 
@@ -48,6 +48,12 @@ class RunSection(ConfigSection):
         description="Time for running rows to finish after a stop signal.",
         examples=["2 min"],
         json_schema_extra={"default": "30 s"},
+    )
+    copy_equal_rows: Switch = Field(
+        default=True,
+        description="Compute greedy rows of a unit with the same prompt and parameters once, and copy the result; rows "
+        "with a temperature above 0 are always computed. false: compute each row.",
+        examples=[False],
     )
     stall_timeout: Annotated[Duration, Field(gt=0)] = Field(
         default=300.0,

@@ -17,11 +17,12 @@ from typing import Any
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
-from pipeline.endpoint.spec import EndpointRequest
+from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
 from pipeline.engine.completion import Completion
 from pipeline.engine.final_check import checked
 from pipeline.engine.request import Request
 from pipeline.errors import OutputError, PipelineError, RowError
+from pipeline.job.actor.copies import copied, first_equal_rows
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.resolved_numerics import agree
@@ -54,6 +55,8 @@ class Worker:
             launch, birth_us, self._log, logs.shown(engine_log(actor)), check=partial(agree, store)
         )
         self._read = make_reader()
+        self._copies_rows = config.run.copy_equal_rows
+        self._extra_body = spec.engine.extra_body if isinstance(spec.engine, EndpointConfig) else {}
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint, self.note)
@@ -108,23 +111,42 @@ class Worker:
         wanted = {request.row_id for request in requests}
         # rows of a stopped run, except those that cannot be read any more
         kept = [completion for completion in self._partial.load(unit) if completion.row_id in wanted]
-        done = {completion.row_id for completion in kept}
-        generated = kept + self._generate([r for r in requests if r.row_id not in done])
-        if self._sample or len(generated) < len(requests):
-            if generated:
-                self._partial.save(unit, generated)
-                self._add(kept_tokens=computed(generated[len(kept) :]))
-            if len(generated) == len(requests):
-                return self._sampled(unit, failed + generated)
+        generated, copies = self._complete(unit, requests, kept)
+        rows = kept + generated + copies
+        if self._sample or len(rows) < len(requests):
+            if kept + generated:
+                self._partial.save(unit, kept + generated)
+                self._add(kept_tokens=computed(generated))
+            if len(rows) == len(requests):
+                return self._sampled(unit, failed + rows)
             self._supervisor.raise_failure()
             return None
-        summary = self._write(unit, failed + generated)
+        summary = self._write(unit, failed + rows)
         stats = replace(summary.row_stats, control_tokens=self._read.control_tokens(unit))
         summary = replace(summary, row_stats=stats)
         if kept:
             self._partial.remove(unit)
-        self._count(summary, kept, generated[len(kept) :])
+        self._count(summary, kept, generated)
         return summary
+
+    def _complete(
+        self, unit: Unit, requests: Sequence[Request | EndpointRequest], kept: list[Completion]
+    ) -> tuple[list[Completion], list[Completion]]:
+        """Return the completions that were computed, and the copies of these and of `kept` for equal rows. An error is
+        not copied: the rows equal to its row are computed too."""
+        first = first_equal_rows(unit, requests, self._extra_body) if self._copies_rows else {}
+        done = {completion.row_id: completion for completion in kept}
+        generated = self._generate([r for r in requests if r.row_id not in done and r.row_id not in first])
+        done |= {completion.row_id: completion for completion in generated}
+        errors = {completion.row_id for completion in done.values() if completion.error is not None}
+        after = self._generate([r for r in requests if r.row_id not in done and first.get(r.row_id) in errors])
+        done |= {completion.row_id: completion for completion in after}
+        copies = [
+            copied(done[earlier], row_id)
+            for row_id, earlier in first.items()
+            if row_id not in done and earlier in done and earlier not in errors
+        ]
+        return generated + after, copies
 
     def _generate(self, requests: Sequence[Request | EndpointRequest]) -> list[Completion]:
         """Return the completions of `requests` after their final check, which runs here to save engine time."""
@@ -151,11 +173,11 @@ class Worker:
         if again is None or again.num_rows == 0:
             return UnitSummary(unit.window, unit.index, totals, found=True)
         requests, failed = self._read(again)
-        generated = self._generate(requests)
-        if len(generated) < len(requests):
+        generated, copies = self._complete(again, requests, [])
+        if len(generated) + len(copies) < len(requests):
             self._supervisor.raise_failure()
             return None
-        summary = self._write.again(again, failed + generated, name, part)
+        summary = self._write.again(again, failed + generated + copies, name, part)
         self._count(summary, [], generated)
         return summary
 

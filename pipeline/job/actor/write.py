@@ -22,6 +22,7 @@ from pipeline.report.record.row_stats import (
     MAX_EXAMPLES,
     MAX_MESSAGE,
     Computed,
+    CopiedRows,
     ErrorExample,
     Histogram,
     LengthBucket,
@@ -216,8 +217,18 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
     thoughts = [one.num_reasoning_tokens for one in samples if one.num_reasoning_tokens]
     reasoned = ReasonedRows(len(thoughts), sum(thoughts))
     quality = sum((_quality(c.quality) for c in completed if c.quality is not None), QualityStats())
-    examples, by_length = _examples(unit, completions), dict(sorted(lengths.items()))
-    return RowStats(latency_of(timings), by_length, examples, outputs, lost, looped, quality, reasoned)
+    copies = [c.num_generated_tokens for c in completed if c.is_copy]
+    return RowStats(
+        latency=latency_of(timings),
+        lengths=dict(sorted(lengths.items())),
+        errors=_examples(unit, completions),
+        outputs=outputs,
+        lost=lost,
+        looped=looped,
+        quality=quality,
+        reasoned=reasoned,
+        copied=CopiedRows(len(copies), sum(copies)),
+    )
 
 
 def _quality(row: RowQuality) -> QualityStats:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartStore
 from pipeline.job.planning.history import remember
 from pipeline.job.planning.plan import JobPlan
@@ -207,6 +208,10 @@ class RunReporter:
         self._pace.add(time.monotonic(), computed)
         prompt_per_s, generated_per_s = self._pace.per_s()
         quality = self._quality()
+        copied_before = sum(run.row_stats.copied.generated_tokens for run in self._earlier)
+        copied = copied_before + log.row_stats.copied.generated_tokens
+        held_computed = held - PartTotals(num_generated_tokens=copied)
+        before_computed = self._totals.before - PartTotals(num_generated_tokens=copied_before)
         return Status(
             run_id=log.run_id,
             phase=self.phase,
@@ -221,7 +226,7 @@ class RunReporter:
             generated_tokens=computed.generated,
             input_tokens_per_s=prompt_per_s,
             generated_tokens_per_s=generated_per_s,
-            eta_s=self._pace.eta_s(self._num_rows, held, self._totals.before) if is_running else None,
+            eta_s=self._pace.eta_s(self._num_rows, held_computed, before_computed) if is_running else None,
             elapsed_s=log.wall_us / 1e6,
             warning=self._warning,
             quality_rows=quality.rows,

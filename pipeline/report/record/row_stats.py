@@ -171,6 +171,17 @@ class ReasonedRows:
         return ReasonedRows(self.rows + other.rows, self.tokens + other.tokens)
 
 
+@dataclass(frozen=True)
+class CopiedRows:
+    """Rows whose results were copied from equal rows, and their generated tokens, which were not computed again."""
+
+    rows: int = 0
+    generated_tokens: int = 0
+
+    def __add__(self, other: "CopiedRows") -> "CopiedRows":
+        return CopiedRows(self.rows + other.rows, self.generated_tokens + other.generated_tokens)
+
+
 def length_bucket(num_tokens: int) -> int:
     """Return the max prompt tokens of the bucket that contains `num_tokens`: 64, 128, 256, ..."""
     return max(FIRST_LENGTH, 1 << max(0, num_tokens - 1).bit_length())
@@ -205,6 +216,7 @@ class RowStats(JsonRecord):
     quality: QualityStats = field(default_factory=QualityStats)
     reasoned: ReasonedRows = field(default_factory=ReasonedRows)
     control_tokens: ControlTokenRows = field(default_factory=ControlTokenRows)
+    copied: CopiedRows = field(default_factory=CopiedRows)
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Add up; the examples of `self` come first."""
@@ -226,4 +238,5 @@ class RowStats(JsonRecord):
             self.quality + other.quality,
             self.reasoned + other.reasoned,
             self.control_tokens + other.control_tokens,
+            self.copied + other.copied,
         )
