@@ -66,10 +66,10 @@ def jumping_clock(seed: int) -> None:
     time.time = lambda: read_s() + jump_s()
 
 
-def with_fakes(run: Callable[..., None], config: Any, **options: Any) -> None:
+def with_fakes(run: Callable[..., Any], config: Any, **options: Any) -> Any:
     from tests.faults.fakes import HASHES
 
-    run(config, backend=HASHES if config.server is None else None, **options)
+    return run(config, backend=HASHES if config.server is None else None, **options)
 
 
 def patch(cut: str | None = None, clock: int | None = None, ray: bool = True) -> None:
@@ -81,9 +81,9 @@ def patch(cut: str | None = None, clock: int | None = None, ray: bool = True) ->
         from pipeline.job.dataflow.spec import FlowSpec
 
         FlowSpec.needs_ray = False  # type: ignore[assignment]
-    from pipeline.cli.commands import jobs
+    from pipeline.job.running import run
 
-    jobs.run_and_report = functools.partial(with_fakes, jobs.run_and_report)
+    run.run_job = functools.partial(with_fakes, run.run_job)
 
 
 if __name__ == "__main__":
