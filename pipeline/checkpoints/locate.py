@@ -71,13 +71,17 @@ def resolve_model(
 
 
 def resolve_tokenizer(
-    path: str, storage: Mapping[str, Mapping[str, Any]], retries: RetryCounts, revision: str | None
+    path: str,
+    storage: Mapping[str, Mapping[str, Any]],
+    retries: RetryCounts,
+    revision: str | None,
+    log: Callable[[str], None] | None = None,
 ) -> Path:
     """Return the local folder of a checkpoint whose weights are not needed: of a Hugging Face id only the other files
     are downloaded. Raises as `resolve_model`."""
     if model_kind(path) == "id" and not is_gguf(path):
         return download(path, revision, [pattern for pattern in PATTERNS if "safetensors" not in pattern])
-    return resolve_model(path, storage, None, retries, revision=revision)
+    return resolve_model(path, storage, log, retries, revision=revision)
 
 
 def folder_here(path: str, revision: str | None = None) -> Path | None:
@@ -184,4 +188,6 @@ def download(name: str, revision: str | None, patterns: Sequence[str] = PATTERNS
         if os.environ.get("HF_HUB_OFFLINE"):
             reason = "and not in the local Hugging Face cache; HF_HUB_OFFLINE is set, so it was not downloaded"
         wanted = f"model {name!r}" if revision is None else f"model {name!r}, revision {revision!r}"
-        raise ModelError(f"{wanted}: no such folder, {reason}") from None
+        raise ModelError(
+            f"{wanted}: no such folder, {reason}; a folder, a GGUF file or demo:target-awq needs no Hub"
+        ) from None

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.cli.console import print_message
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def job_of(target: str, flags: dict[str, Any], **overlays: Any) -> "JobConfig":
     if not is_job_file(target):
         from pipeline.starter.job_of_data import job_of_data
 
-        return job_of_data(target, flags, **overlays)
+        return job_of_data(target, flags, print_message, **overlays)
     from pipeline.config import load_job
 
     if given := next((name for name, value in flags.items() if value is not None), None):

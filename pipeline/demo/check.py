@@ -9,6 +9,7 @@ correct or a report has no row.
 """
 
 import argparse
+import json
 import re
 import sys
 from collections import Counter
@@ -112,15 +113,21 @@ def _rows(folder: Path, pattern: str, columns: list[str]) -> list[dict[str, str 
     return [row for path in paths for row in pq.ParquetFile(path).read(columns=columns).to_pylist()]
 
 
+def _input_of(out: Path) -> Path:
+    """Return the input of the job that wrote `out`."""
+    return Path(json.loads((out / "_pipeline" / "job.json").read_text(encoding="utf-8"))["free"]["input"]["path"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check the summaries that the demonstration job wrote.")
     parser.add_argument("out", type=Path, help="output folder of the job")
-    parser.add_argument("--data", type=Path, default=Path("jobs/data"), help="input folder of the job")
+    parser.add_argument("--data", type=Path, help="input folder of the job; default: as recorded in the output")
     parser.add_argument("--at-least", type=float, default=0.97, help="required share of rows with every fact correct")
     parser.add_argument("--examples", type=int, default=3, help="number of wrong rows to print")
     options = parser.parse_args()
     try:
-        good = check_output(options.out, options.data, at_least=options.at_least, num_examples=options.examples)
+        data = options.data or _input_of(options.out)
+        good = check_output(options.out, data, at_least=options.at_least, num_examples=options.examples)
     except (ValueError, OSError) as error:
         sys.exit(f"check: {error}")
     sys.exit(0 if good else 1)

@@ -1,4 +1,4 @@
-"""The example: generated reports that are not in the training data of the embedded models, support tickets, and the job
+"""The example: generated reports that are not in the training data of the embedded models, product reviews, and the job
 that summarizes the reports. `pipeline demo` writes them where there is no clone."""
 
 import csv
@@ -16,18 +16,35 @@ ROW_GROUPS_PER_FILE = 4
 ROWS_PER_GROUP = 128
 NUM_REPORTS = NUM_FILES * ROW_GROUPS_PER_FILE * ROWS_PER_GROUP
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in ("report_id", "report")])
-NUM_TICKETS = 200
-_SUBJECTS = ("the March invoice", "my last order", "the mobile app", "the export button", "our team account",
-             "the yearly plan", "the login page", "two-factor login", "the search box", "the API key")  # fmt: skip
-_TICKETS = (
-    "I was charged twice for {}. Please refund one payment.",
-    "Why does {} cost more than on your price page?",
-    "Since the update {} shows an error and nothing happens.",
-    "{} crashes as soon as I open it on my phone.",
-    "How do I change the settings of {}?",
-    "Where can I find the documentation for {}?",
-    "Thank you, {} works perfectly again!",
-)
+_PRODUCTS = ("This phone", "The kettle", "My new lamp", "The backpack", "This blender", "The tent", "Our printer",
+             "The headset", "This jacket", "The keyboard")  # fmt: skip
+_OPINIONS = {
+    5: (
+        "works perfectly and I love it.",
+        "is the best I have ever bought.",
+        "arrived early and looks beautiful.",
+        "is worth every cent, highly recommended.",
+        "exceeded my expectations in every way.",
+        "makes me happy each time I use it.",
+        "is sturdy, quiet and easy to clean.",
+        "was a great gift, my sister adores it.",
+        "feels wonderful and lasts all day.",
+        "solved my problem at once, thank you!",
+    ),
+    1: (
+        "broke after two days and I want my money back.",
+        "is the worst I have ever bought.",
+        "arrived late and was badly scratched.",
+        "is a waste of money, do not buy it.",
+        "stopped working during the first week.",
+        "smells terrible and feels cheap.",
+        "is loud, slow and impossible to clean.",
+        "was a big disappointment for my sister.",
+        "leaks, and customer service never answers.",
+        "never worked at all, very annoying.",
+    ),
+}
+"""Opinions by stars."""
 
 
 def report_table(first: int, num_reports: int) -> pa.Table:
@@ -51,15 +68,19 @@ def write_reports(folder: Path) -> list[Path]:
     return paths
 
 
-def write_tickets(path: Path) -> None:
-    """Write support tickets as CSV, for any model that follows instructions."""
-    draw = Random(0)
+def write_reviews(path: Path) -> None:
+    """Write product reviews with their stars as CSV, for any model that follows instructions."""
+    reviews = [
+        (stars, f"{product} {opinion}")
+        for product in _PRODUCTS
+        for stars, opinions in _OPINIONS.items()
+        for opinion in opinions
+    ]
+    Random(0).shuffle(reviews)
     with path.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
-        rows.writerow(["ticket_id", "text"])
-        for number in range(NUM_TICKETS):
-            text = draw.choice(_TICKETS).format(draw.choice(_SUBJECTS))
-            rows.writerow([f"T-{number:04d}", text[0].upper() + text[1:]])
+        rows.writerow(["review_id", "stars", "text"])
+        rows.writerows((f"R-{number:03d}", stars, text) for number, (stars, text) in enumerate(reviews))
 
 
 def job_in(folder: str) -> str:

@@ -3,6 +3,7 @@ they agree."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.config import JobConfig
@@ -100,11 +101,11 @@ def text(found: tuple[ModelOnRows, ...], width: int | None = None) -> str:
             out = estimate.estimate.generated_tokens
         lines.append(
             [
-                each.model,
+                Path(each.model).name if Path(each.model).exists() else each.model,
                 f"{each.errors:,}",
                 "" if prompts is None else f"{prompts.expected:,.0f}",
                 "" if out is None else f"{out.expected:,.0f}",
-                "" if here is None else duration(here.wall_us.expected / 1e6),
+                "complete" if not estimate.rows_left else "" if here is None else duration(here.wall_us.expected / 1e6),
                 "" if here is None or here.usd is None else money(here.usd.expected),
                 "" if card is None else f"{card.actors} x {card.machine}",
                 "" if card is None else duration(card.wall_us.expected / 1e6),
@@ -112,5 +113,5 @@ def text(found: tuple[ModelOnRows, ...], width: int | None = None) -> str:
                 "" if each.agreement is None else percent(each.agreement),
             ]
         )
-    rows = f"errors and same answers (as {found[0].model}) on the first {found[0].rows:,} rows; the rest for all rows"
+    rows = f"errors and same answers (as the first model) on the first {found[0].rows:,} rows; the rest for all rows"
     return f"{table(lines, head=head, sides='<>', width=width)}\n\n  {rows[0].upper()}{rows[1:]}."

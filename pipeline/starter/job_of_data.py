@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.checkpoints.chat_template import has_template
@@ -32,12 +32,13 @@ KEYS = {
 Values = dict[str, tuple[Any, str]]  # key of a job file -> its value, and the flag for messages
 
 
-def job_of_data(data: str, flags: Mapping[str, Any], **overlays: Any) -> JobConfig:
+def job_of_data(data: str, flags: Mapping[str, Any], log: Callable[[str], None], **overlays: Any) -> JobConfig:
     """Return the job that computes `data`, the path of an input.
 
-    flags: those of `cli/data_flags.py` by name; None if not given. overlays: of `load_job`. Without an output the
-    folder is named after the data and a digest of what the job computes, so that the same flags resume it. Raises
-    JobFileError with every mistake, by flag, and ConfigError if there is no model or no prompt.
+    flags: those of `cli/data_flags.py` by name; None if not given. log: called with progress messages. overlays: of
+    `load_job`. Without an output the folder is named after the data and a digest of what the job computes, so that the
+    same flags resume it. Raises JobFileError with every mistake, by flag, and ConfigError if there is no model or no
+    prompt.
     """
     model, url = flags["model"], flags["url"]
     if model is None and url is None:
@@ -53,7 +54,7 @@ def job_of_data(data: str, flags: Mapping[str, Any], **overlays: Any) -> JobConf
         values["server"] = ({"base_url": url} | ({} if model is None else {"model": model}), "--url")
     if flags["system"] is not None:
         values["prompt.chat"] = ({"system": flags["system"]}, "--system")
-    elif flags["chat"] or (flags["chat"] is None and _is_chat(values, model, url)):
+    elif flags["chat"] or (flags["chat"] is None and _is_chat(values, model, url, log)):
         values["prompt.chat"] = ({}, "--chat")
     if flags["labels"] is not None:
         labels = [label.strip() for label in flags["labels"].split(",")]
@@ -95,13 +96,13 @@ def _prompt(data: str, prompt: str | None) -> Values:
     )
 
 
-def _is_chat(values: Values, model: str | None, url: str | None) -> bool:
+def _is_chat(values: Values, model: str | None, url: str | None, log: Callable[[str], None]) -> bool:
     """Return whether texts are sent as a user's turn. The embedded models were trained on plain text."""
     if not {"prompt.template", "prompt.column"} & {*values}:
         return False
     if url is not None or model is None:
         return True
-    return model_kind(model) != "embedded" and has_template(resolve_tokenizer(model, {}, RetryCounts(), None))
+    return model_kind(model) != "embedded" and has_template(resolve_tokenizer(model, {}, RetryCounts(), None, log))
 
 
 def _name_of(data: str) -> str:

@@ -42,7 +42,7 @@ def test_models_compute_the_same_first_rows(pipe, tmp_path):
     code, out, err = pipe("plan", "reports.parquet", *flags)
     assert code == 0, err
     assert "x H100" in out
-    assert "same answers (as demo:target-awq) on the first 8 rows" in out
+    assert "same answers (as the first model) on the first 8 rows" in out
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ def demo(folder: str, as_json: bool) -> None:
       pipeline demo
       pipeline run demo/summarize.yaml
 
-    summarize.yaml summarizes 2,048 reports in data/ with the embedded model, without a GPU or a download. tickets.csv
-    has 200 support tickets for a model of your own.
+    summarize.yaml summarizes 2,048 reports in data/ with the embedded model, without a GPU or a download. reviews.csv
+    has 200 product reviews for a model of your own.
     """
-    from pipeline.demo.example import job_in, write_reports, write_tickets
+    from pipeline.demo.example import job_in, write_reports, write_reviews
     from pipeline.errors import ConfigError
     from pipeline.starter import write_job
 
@@ -30,12 +30,13 @@ def demo(folder: str, as_json: bool) -> None:
     if root.exists() and any(root.iterdir()):
         raise ConfigError(f"{folder}: exists already and is not replaced; choose another folder: pipeline demo NAME")
     reports = write_reports(root / "data")
-    write_tickets(root / "tickets.csv")
+    write_reviews(root / "reviews.csv")
     write_job(f"{folder}/summarize.yaml", job_in(folder))
     if as_json:
-        return print_json({"job": f"{folder}/summarize.yaml", "data": [*map(str, reports), f"{folder}/tickets.csv"]})
-    print_result(f"Wrote {folder}/summarize.yaml, {folder}/data and {folder}/tickets.csv. Next:")
+        return print_json({"job": f"{folder}/summarize.yaml", "data": [*map(str, reports), f"{folder}/reviews.csv"]})
+    print_result(f"Wrote {folder}/summarize.yaml, {folder}/data and {folder}/reviews.csv. Next:")
     print_result(f"  pipeline run {folder}/summarize.yaml")
     print_result("  python -m pipeline.demo.check out/summarize    compare every summary with its report")
-    label = '--prompt "Billing, a bug, or a question? {text}" --labels billing,bug,question --model Qwen/Qwen3-4B'
-    print_result(f"  pipeline run {folder}/tickets.csv {label}")
+    question = "What is the sentiment of this review, positive or negative? Review: {text}"
+    print_result(f'  pipeline run {folder}/reviews.csv --prompt "{question}" \\')
+    print_result("      --labels positive,negative --model Qwen/Qwen3-4B    or any other model")
