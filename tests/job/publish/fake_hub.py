@@ -117,7 +117,7 @@ def _create(hub: FakeHub, found: Any, _: Any, body: bytes) -> Any:
     wanted = json.loads(body)
     name = f"{wanted['organization']}/{wanted['name']}"
     if name in hub.datasets:
-        return 409, {}, b"{}"
+        return 409, {}, json.dumps({"url": f"{hub.url}/datasets/{name}"}).encode()
     hub.create(name, wanted["visibility"] == "private")
     return {"url": f"{hub.url}/datasets/{name}"}
 
