@@ -23,6 +23,7 @@ from pipeline.endpoint.server import Server, alone, command_of, free_port
 from pipeline.endpoint.spec import EndpointConfig, EndpointRequest
 from pipeline.engine.completion import Completion
 from pipeline.errors import ConfigError, EngineUnusable, EnvironmentFailed, RowError
+from pipeline.formatting import duration
 from pipeline.machine.host import now_us
 
 TURN_S = 0.25  # maximum time of a step
@@ -228,7 +229,8 @@ class EndpointEngine:
                     f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). {reason}"
                 )
             line = self._server.last_line if self._server is not None else ""
-            self._log(line or f"waiting for a server: {reason}")
+            left = duration(round(deadline_s - time.monotonic()))
+            self._log(line or f"waiting for a server, at most {left} more (server.start_timeout): {reason}")
             await asyncio.sleep(PROBE_S)
 
     async def _join(self, client: Client, hopeless: dict[Client, int]) -> str:
