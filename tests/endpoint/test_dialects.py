@@ -65,14 +65,14 @@ def test_samples_of_a_server_that_computes_one_are_requested_one_by_one(name: st
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
-        ("gateway", {"truncate": {"every": 5}}),
-        ("azure", {"truncate": {"every": 5}}),
-        ("tgi", {"truncate": {"every": 5}}),
+        ("gateway", {"truncate": {"every": 11}}),
+        ("azure", {"truncate": {"every": 11}}),
+        ("tgi", {"truncate": {"every": 11}}),
         ("ollama", {"error": {"status": 403, "match": "word3."}}),
     ],
 )
 def test_probes_of_a_running_server_have_the_form_of_its_rows(name: str, fault: dict[str, Any]):
-    """And rows that are sent meanwhile keep it."""
+    """And rows that are sent meanwhile keep it. A row and the probes before its next try are fewer than 11 requests."""
     dialect = DIALECTS[name]
     params = SamplingParams(max_tokens=8, n=2 if "n" in dialect.ignored else 1, temperature=1.0)
     with (
