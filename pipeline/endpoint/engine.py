@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames
+from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames, NotSent
 from pipeline.endpoint.errors import BadAnswer, OtherModel, Overloaded, Rejected, failed
 from pipeline.endpoint.meter import NANO_USD, Bill, Meter, Reservation
 from pipeline.endpoint.rate_limit import RateLimit
@@ -316,6 +316,9 @@ class EndpointEngine:
             problem = await self._problem_of(client, client.probe)
             if problem and client in self._up and not self._sends_no_more:
                 self._down(client, f"{error}; {problem}")
+            if not problem and isinstance(error, NotSent):  # it answers on its open connections only
+                await asyncio.sleep(RETRY_S)
+                return False
             return not problem and await self._has_failed(client, row, str(error))
         except BadAnswer as error:
             return await self._has_failed(client, row, str(error))

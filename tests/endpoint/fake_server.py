@@ -74,6 +74,7 @@ class Behaviour:
     error: Fault | None = None  # answer `status` at once
     hang: Fault | None = None  # never answer, and keep the slot until the client disconnects
     die: Fault | None = None  # exit with code 1; in a thread: reset all connections and stop listening
+    no_new_connections: Fault | None = None  # stop listening, and answer on the open connections
     truncate: Fault | None = None  # send half a body, or one token of a stream; kind "clean": end the stream well
     fewer_tokens: Fault | None = None  # half of the answer, with finish_reason "length"
     content_filter: Fault | None = None  # half of the answer, with finish_reason "content_filter"
@@ -410,6 +411,7 @@ class FakeServer:
 
     async def _die(self) -> None:
         self._listener.close()
+        await asyncio.sleep(0.01)  # some connections are accepted, but have no transport yet
         for connection in self._http.connections:
             if connection.transport is not None:
                 reset(connection.transport)
@@ -474,6 +476,8 @@ class FakeServer:
                 os._exit(1)
             await self._die()
             return web.Response()
+        if "no_new_connections" in faults:
+            self._listener.close()
         if "error" in faults:
             fault, text = faults["error"], "The server had an error while processing your request."
             if isinstance(fault.body, dict) and (billed := fault.body.get("usage")):

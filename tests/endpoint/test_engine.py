@@ -103,6 +103,16 @@ def test_a_row_that_always_fails_is_an_error_row():
     assert KEY not in str(done)
 
 
+def test_a_row_that_was_not_sent_has_not_failed():
+    """A server that ends well answers on its open connections, and refuses others."""
+    for metrics in (True, False) * 3:
+        with (
+            FakeServer(no_new_connections=True, metrics=metrics) as server,
+            contextlib.suppress(EnvironmentFailed),  # if each probe needed a new connection
+        ):
+            assert_right(compute(server, num_rows=200))
+
+
 def failure(server: FakeServer, num_rows: int = 40, **config: Any) -> str:
     with pytest.raises(EnvironmentFailed) as caught:  # EngineUnusable too
         compute(server, num_rows=num_rows, **config)
