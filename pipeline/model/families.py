@@ -236,6 +236,25 @@ def _smollm3(f: FamilyFields) -> dict[str, Any]:
     }
 
 
+def _exaone4(f: FamilyFields) -> dict[str, Any]:
+    """A model with windows has no rotary positions in its layers of full attention."""
+    window = f.window()
+    types = f.layer_types(lambda layer: (layer + 1) % f.integer("sliding_window_pattern", 1, 1 << 12) == 0)
+    rotated = f.spec(rope=f.rope(), pre_norm=False, post_norm=True, qk_norm="head", window=window)
+    full = rotated if window is None else replace(rotated, rope=NO_ROPE, window=None)
+    return {"layers": tuple(full if kind == FULL else rotated for kind in types)}
+
+
+def _glm4(f: FamilyFields) -> dict[str, Any]:
+    rope = replace(f.rope(), interleaved=True)
+    return f.alike(f.spec(rope=rope, post_norm=True, qkv_bias=f.flag("attention_bias")))
+
+
+def _ernie4_5(f: FamilyFields) -> dict[str, Any]:
+    biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), f.flag("use_bias"))
+    return f.alike(f.spec(rope=replace(f.rope(), interleaved=True), **biases))
+
+
 def _starcoder2(f: FamilyFields) -> dict[str, Any]:
     biases = dict.fromkeys(("qkv_bias", "o_bias", "mlp_bias"), f.flag("use_bias"))
     spec = f.spec(rope=f.rope(), window=f.window(), is_gated=False, **biases)
@@ -394,6 +413,21 @@ FAMILIES: dict[str, Family] = {
     "ministral3": Family(_mistral, _ALL | {"vocab_size": 131072, "intermediate_size": 14336, "num_hidden_layers": 34,
                                            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5,
                                            "max_position_embeddings": 262144, "rope_parameters": _MINISTRAL_ROPE}),
+    "exaone4": Family(_exaone4, _ALL | {"vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32,
+                                        "rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}),
+    "glm4": Family(
+        _glm4,
+        _ALL | {"vocab_size": 151552, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
+                "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7,
+                "partial_rotary_factor": 0.5, "attention_bias": True},
+        TensorNames(attn_post_norm="post_self_attn_layernorm", mlp_post_norm="post_mlp_layernorm",
+                    gate_up=("mlp.gate_up_proj",)),
+    ),
+    "ernie4_5": Family(_ernie4_5, _ALL | {"vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072,
+                                          "num_hidden_layers": 18, "num_attention_heads": 16, "head_dim": 128,
+                                          "num_key_value_heads": 2, "max_position_embeddings": 131072,
+                                          "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "use_bias": False,
+                                          "tie_word_embeddings": True}),
     "starcoder2": Family(
         _starcoder2,
         _ALL | {"vocab_size": 49152, "hidden_size": 3072, "intermediate_size": 12288, "num_hidden_layers": 30,

@@ -32,16 +32,15 @@ def rotary_order(rope: Rope, head_dim: int) -> torch.Tensor | None:
     """Return for each value of a head the stored value that it holds; None: as stored.
 
     Kernels rotate value i together with value i + D / 2. If only the first R values are rotated, a checkpoint pairs i
-    with i + R / 2, so the halves of these R values move to the beginnings of the halves of the head.
+    with i + R / 2, or 2i with 2i + 1 if interleaved. So the first and the second values of these pairs move to the
+    beginnings of the halves of the head.
     """
-    rotary_dim = rope.rotary_dim
-    if not rotary_dim:
+    rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
+    if rotary_dim == 0 or (rotary_dim == head_dim and not rope.interleaved):
         return None
-    half, half_rotary = head_dim // 2, rotary_dim // 2
-    stored_D = torch.arange(head_dim)
-    rest = stored_D[rotary_dim:]
-    split = half - half_rotary
-    return torch.cat([stored_D[:half_rotary], rest[:split], stored_D[half_rotary:rotary_dim], rest[split:]])
+    rotated_R, rest = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
+    pairs = rotated_R.view(-1, 2).t() if rope.interleaved else rotated_R.view(2, -1)
+    return torch.cat([pairs, rest.view(2, -1)], dim=1).flatten()
 
 
 def inverse_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:

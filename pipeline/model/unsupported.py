@@ -8,8 +8,8 @@ _REASONS = {
     "some of its layers are Mamba": "mamba mamba2 falcon_mamba nemotron_h bamba jamba zamba2 falcon_h1 "
     "granitemoehybrid",
     "its layers differ in head size, or share keys and values": "gemma3n gemma3n_text gemma4 gemma4_text",
-    "its rotary positions pair neighbours": "cohere cohere2 glm glm4",
-    "layers of its form are not implemented yet": "exaone4 gpt_neox gpt_bigcode falcon phi opt bloom stablelm",
+    "layers of its form are not implemented yet": "cohere cohere2 glm gpt_neox gpt_bigcode falcon phi opt "
+    "bloom stablelm",
     "it reads images or audio": "llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe "
     "qwen2_audio qwen2_5_omni internvl idefics3 smolvlm mllama paligemma pixtral whisper phi4_multimodal",
     "it is an encoder-decoder": "t5 mt5 umt5 bart mbart pegasus marian m2m_100 t5gemma",

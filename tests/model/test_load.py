@@ -80,7 +80,7 @@ def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, m
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": "glm4"}, "model_type = 'glm4'"),
+        ({"model_type": "cohere2"}, "model_type = 'cohere2'"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1: expected an even share"),

@@ -29,6 +29,7 @@ TESTED = {
     "gpt2": {"targets": "c_attn|c_fc|c_proj", "fan_in_fan_out": True},
     "phi3": {"targets": "qkv_proj|gate_up_proj"},
     "phi3-long-partial": {"targets": ALL},
+    "glm4": {"targets": "q_proj|k_proj"},
     "smollm3": {"targets": "q_proj|k_proj"},
     "olmo2": {"targets": "k_proj|o_proj"},
     "granite": {"targets": ALL},

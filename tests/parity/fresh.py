@@ -68,6 +68,8 @@ def vary(family: Family, config: dict[str, Any], rng: np.random.Generator) -> di
     config = {key: value for key, value in config.items() if key not in ("layer_types", "sliding_window_pattern")}
     if config.get("sliding_window") and known.get("layer_types") and rng.random() < 0.7:
         drawn["layer_types"] = rng.choice(["full_attention", "sliding_attention"], layers).tolist()
+    if family.name == "exaone4-full":
+        drawn["layer_types"] = ["full_attention"] * layers
     if family.model_type == "gemma2":
         drawn |= {key: float(rng.uniform(1, 8)) if rng.random() < 0.7 else None for key in CAPS}
     if family.model_type in ("gemma2", "gemma3_text"):

@@ -186,7 +186,8 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-linear-bias-tied", "qwen2-window", "qwen3", "gemma3", "olmo2", "phi3", "granite", "starcoder2"]
+    "name",
+    ["llama-linear-bias-tied", "qwen2-window", "qwen3", "gemma3", "olmo2", "exaone4", "phi3", "granite", "starcoder2"],
 )
 def test_layers_see_what_transformers_layers_see(tmp_path, name):
     """The second moments of every linear's inputs, by hooks in another implementation."""
@@ -241,7 +242,7 @@ def test_a_quantized_family_computes_what_its_weights_say(pipe, data, tmp_path, 
     assert float(difference) < LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi3-long-partial"])
+@pytest.mark.parametrize("name", ["gpt2", "phi3-long-partial", "ernie4-5"])
 def test_a_family_that_cannot_be_quantized_is_refused(pipe, tmp_path, name):
     base = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2)
     code, _, err = pipe("quantize", str(base), "--output", str(tmp_path / "out"), "--method", "int8")
