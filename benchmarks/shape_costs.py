@@ -59,11 +59,11 @@ def job_flops(requests: Sequence[RequestTokens], size: DecoderSize, cached_token
     """Return the operations of a job's products. cached_tokens: prompt tokens found in the cache, spread evenly."""
     computed = sum(n.prompt + n.output - 1 for n in requests) - cached_tokens
     last, cached = np.array([n.prompt + n.output - 1 for n in requests]), np.array(cached_tokens / len(requests))
-    keys = sum(
-        layers * (seen_keys(last, window) - seen_keys(cached, window)).sum()
-        for window, layers in size.window_counts().items()
+    key_dims = sum(
+        dims * (seen_keys(last, window) - seen_keys(cached, window)).sum()
+        for window, (dims, _) in size.kv_widths().items()
     )
-    attention = 4.0 * size.heads * size.head_dim * float(keys)
+    attention = 4.0 * size.heads * float(key_dims)
     head = 2.0 * size.head_parameters * sum(n.output for n in requests)
     return 2.0 * size.active_parameters * computed + head + attention
 
@@ -80,8 +80,8 @@ def job_bytes(
     prompt = np.array([n.prompt for n in requests])
     last = np.array([n.prompt + n.output - 1 for n in requests])
     spared = shared_prefix * max(decoded - num_steps, 0)
-    contexts = sum(
-        layers * ((seen_keys(last, window) - seen_keys(prompt, window)).sum() - (spared if window is None else 0))
-        for window, layers in size.window_counts().items()
+    key_values = sum(
+        values * ((seen_keys(last, window) - seen_keys(prompt, window)).sum() - (spared if window is None else 0))
+        for window, (_, values) in size.kv_widths().items()
     )
-    return num_steps * step_bytes + size.kv_bytes_per_token() / size.layers * float(contexts)
+    return num_steps * step_bytes + 2 * DENSE_BYTES * float(key_values)

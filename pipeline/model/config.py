@@ -13,7 +13,7 @@ from pipeline.kernels.activations.act_quant import NOT_ROUNDED, Activations
 from pipeline.kernels.cache import head_bytes
 from pipeline.model.config_values import model_values
 from pipeline.model.families import FAMILIES, Family, FamilyFields
-from pipeline.model.layer_spec import GATED, LayerSpec, TensorNames
+from pipeline.model.layer_spec import GATED, Heads, LayerSpec, TensorNames
 from pipeline.model.rope import Rope
 from pipeline.model.unsupported import ON_A_SERVER, UNSUPPORTED
 from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
@@ -105,10 +105,7 @@ class ModelConfig:
             num_heads=self.num_heads // num_ranks,
             num_kv_heads=max(1, self.num_kv_heads // num_ranks),
             intermediate_size=self.intermediate_size // num_ranks,
-            layers=tuple(
-                layer if layer.experts is None else replace(layer, experts=layer.experts.local(num_ranks))
-                for layer in self.layers
-            ),
+            layers=tuple(layer.local(num_ranks) for layer in self.layers),
         )
 
     def _undivided(self, num_ranks: int) -> str | None:
@@ -117,18 +114,24 @@ class ModelConfig:
             return "its norms of queries and keys go over all heads, which would be on different GPUs"
         if self.num_heads % num_ranks:
             return f"its {self.num_heads} query heads are not divisible by it"
-        if self.num_kv_heads % num_ranks and num_ranks % self.num_kv_heads:
-            return f"its {self.num_kv_heads} KV heads can neither be divided nor replicated evenly"
+        for count in dict.fromkeys(self.heads(layer).num_kv_heads for layer in range(self.num_layers)):
+            if count % num_ranks and num_ranks % count:
+                return f"its {count} KV heads can neither be divided nor replicated evenly"
         widths = {self.intermediate_size} if any(layer.experts is None for layer in self.layers) else set()
         widths |= {width for layer in self.layers if layer.experts for width in layer.experts.widths}
         odd = [width for width in sorted(widths) if width % num_ranks]
         return f"feed-forward widths of {odd[0]} are not divisible by it" if odd else None
 
+    def heads(self, layer: int) -> Heads:
+        """Return the shape of a layer's keys and values."""
+        return self.layers[layer].heads or Heads(self.num_kv_heads, self.head_dim)
+
     def linears(self, layer: int) -> dict[str, StoredParts]:
         """Return the linears that the checkpoint stores for a layer, except those of its router and its experts, by the
         one they are part of here. A feed-forward of a layer with experts is the shared expert."""
         names, spec, experts = self.names, self.layers[layer], self.layers[layer].experts
-        q, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        num_kv_heads, head_dim = self.heads(layer)
+        q, kv = self.num_heads * head_dim, num_kv_heads * head_dim
         parts = {"qkv": (names.qkv, (q, kv, kv), self.hidden_size), "o": ((names.o,), (self.hidden_size,), q)}
         if experts is None:
             parts |= self._feed_forward(names.gate_up, names.down, spec, self.intermediate_size)
@@ -164,7 +167,8 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Return the bytes per token of a KV cache of this type: the model's, or FP8."""
-        return 2 * self.num_layers * self.num_kv_heads * head_bytes(self.head_dim, dtype)
+        heads = [self.heads(layer) for layer in range(self.num_layers)]
+        return sum(2 * num_kv_heads * head_bytes(head_dim, dtype) for num_kv_heads, head_dim in heads)
 
     @property
     def size(self) -> DecoderSize:
@@ -180,6 +184,9 @@ class ModelConfig:
             self.vocab_size,
             is_gated=self.layers[0].is_gated,
             windows=windows if any(windows) else (),
+            kv_heads_and_dims=tuple(self.heads(layer) for layer in range(self.num_layers))
+            if any(layer.heads for layer in self.layers)
+            else (),
             experts=self._expert_size(),
         )
 

@@ -5,7 +5,7 @@ projection (N + 2 K), D head size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -50,8 +50,9 @@ class KVCache:
     ) -> "KVCache":
         """Allocate a cache in the model's type or FP8. with_spare_block: add a last block, to which the tokens that pad
         a step are written."""
-        shape = num_blocks + with_spare_block, block_size, config.num_kv_heads, config.head_dim
-        layers = [LayerCache.allocate(*shape, dtype, device) for _ in range(config.num_layers)]
+        shape = num_blocks + with_spare_block, block_size
+        heads = [config.heads(layer) for layer in range(config.num_layers)]
+        layers = [LayerCache.allocate(*shape, *each, dtype, device) for each in heads]
         return cls(layers, with_spare_block)
 
     @property
@@ -110,6 +111,7 @@ class DecoderLayer:
     ) -> None:
         self.config, self.kernels, self.ranks, self.index = config, kernels, ranks, index
         spec = self.spec = config.layers[index]
+        self.heads = config.heads(index)
         self.scale, self.window, self.softcap, self.activation = spec.scale, spec.window, spec.softcap, spec.activation
         self.sinks_N = None if weights.sinks_N is None else weights.sinks_N.to(device, torch.float32)
         self.rope_index = config.ropes.index(spec.rope)
@@ -140,12 +142,13 @@ class DecoderLayer:
     def write(self, x_TH: Any, rotation: Rotation, slot_mapping_T: torch.Tensor, kv: KVCache) -> torch.Tensor:
         """Write the tokens' keys and values; return their queries (T, N, D). `x_TH` comes from `before_qkv`."""
         c, cache, cos_TD2, sin_TD2 = self.config, kv.layers[self.index], rotation.cos_TD2, rotation.sin_TD2
+        num_kv_heads, head_dim = self.heads
         qkv_TK = self.qkv(x_TH)
         if self._full_qk_norm is not None:
-            q, kv_width = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+            q, kv_width = c.num_heads * head_dim, num_kv_heads * head_dim
             self.kernels.rms_norm(qkv_TK[:, :q], self._full_qk_norm[0], c.norm_eps)
             self.kernels.rms_norm(qkv_TK[:, q : q + kv_width], self._full_qk_norm[1], c.norm_eps)
-        qkv_TMD = qkv_TK.view(-1, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        qkv_TMD = qkv_TK.view(-1, c.num_heads + 2 * num_kv_heads, head_dim)
         q_TND = self.kernels.norm_rope_write(
             qkv_TMD, cos_TD2, sin_TD2, self.qk_norm_D, c.norm_eps, cache, slot_mapping_T
         )
@@ -233,6 +236,8 @@ class Decoder:
         offload: moves each layer as it is loaded.
 
         Raises ModelError if the folder's tensors do not match `config` exactly, or a format cannot be divided."""
+        if any(layer.heads for layer in config.layers):  # captured attention has heads of one shape
+            kernels = replace(kernels, graph_attention=None)
         self.kernels, self.dtype, self.device, self.ranks = kernels, dtype, device, ranks
         self.vocab_size, share = config.vocab_size, Share(config, ranks.rank, ranks.size)
         reader = WeightReader(folder, config, device)
@@ -327,8 +332,13 @@ def _lookup_table(embedding: LinearWeight, dtype: torch.dtype) -> LinearWeight:
 
 def _is_fusable(config: ModelConfig) -> bool:
     """Return whether `FusedLayerLoop` computes such layers: with RMSNorm before attention and feed-forward, norms of
-    heads, and a gate."""
+    heads, heads of one shape, and a gate."""
     return config.norm_kind == "rms" and not any(
-        layer.rope.query_beta or layer.qk_norm == "full" or not layer.pre_norm or not layer.is_gated or layer.experts
+        layer.heads
+        or layer.rope.query_beta
+        or layer.qk_norm == "full"
+        or not layer.pre_norm
+        or not layer.is_gated
+        or layer.experts
         for layer in config.layers
     )

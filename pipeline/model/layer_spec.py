@@ -1,7 +1,7 @@
 """Fields that describe a decoder layer, and the names of a checkpoint's tensors. `families.py` fills them."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pipeline.kernels.routing import Routing
 from pipeline.model.rope import Rope
@@ -40,19 +40,27 @@ class ExpertSpec:
         return replace(self, **widths, is_share=num_ranks > 1)
 
 
+class Heads(NamedTuple):
+    """Shape of a layer's keys and values: number of KV heads, and values of a head."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """One layer: attention and a feed-forward, each between optional norms.
 
-    window: keys that a query sees; None: all. scale: factor of the attention scores. softcap: bound of the scores by
-    softcap * tanh(score / softcap); 0: none. pre_norm, post_norm: norms before and after attention and feed-forward.
-    qk_norm: norm of queries and keys, of each head or over all heads. is_gated: the feed-forward computes
-    activation(gate) * up, else activation(up). sinks: attention has a sink per query head (`kernels.contract`).
-    experts: None: one feed-forward for all tokens.
+    heads: None: those of the model. window: keys that a query sees; None: all. scale: factor of the attention scores.
+    softcap: bound of the scores by softcap * tanh(score / softcap); 0: none. pre_norm, post_norm: norms before and
+    after attention and feed-forward. qk_norm: norm of queries and keys, of each head or over all heads. is_gated: the
+    feed-forward computes activation(gate) * up, else activation(up). sinks: attention has a sink per query head
+    (`kernels.contract`). experts: None: one feed-forward for all tokens.
     """
 
     rope: Rope
     scale: float
+    heads: Heads | None = None
     window: int | None = None
     softcap: float = 0.0
     pre_norm: bool = True
@@ -65,6 +73,15 @@ class LayerSpec:
     activation: Activation = "silu"
     sinks: bool = False
     experts: ExpertSpec | None = None
+
+    def local(self, num_ranks: int) -> "LayerSpec":
+        """Return the share of each rank. Fewer KV heads than ranks are replicated."""
+        heads, experts = self.heads, self.experts
+        return replace(
+            self,
+            heads=None if heads is None else heads._replace(num_kv_heads=max(1, heads.num_kv_heads // num_ranks)),
+            experts=None if experts is None else experts.local(num_ranks),
+        )
 
 
 @dataclass(frozen=True)

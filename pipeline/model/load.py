@@ -20,7 +20,7 @@ from pipeline.kernels.layer_parts import Norm
 from pipeline.model.config import ModelConfig
 from pipeline.model.gguf_names import PREFIX as GGUF_PREFIX
 from pipeline.model.gguf_names import gguf_names
-from pipeline.model.layer_spec import ExpertSpec, LayerSpec
+from pipeline.model.layer_spec import ExpertSpec, Heads, LayerSpec
 from pipeline.model.rotation import rotary_order
 from pipeline.weights.fp4 import Mxfp4Format, read_expert_blocks
 from pipeline.weights.fp8 import CACHE_SCALES
@@ -193,10 +193,10 @@ def _opened(path: Path) -> Any:
     return handle
 
 
-def rotary_rows(config: ModelConfig, order_D: torch.Tensor) -> torch.Tensor:
-    """Return the rows of the fused q, k, v with the values of each query and key head in this order."""
-    num_rotated, head_dim = config.num_heads + config.num_kv_heads, config.head_dim
-    rows_MD = torch.arange((num_rotated + config.num_kv_heads) * head_dim).view(-1, head_dim)
+def rotary_rows(num_heads: int, heads: Heads, order_D: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a layer's fused q, k, v with the values of each query and key head in this order."""
+    num_rotated = num_heads + heads.num_kv_heads
+    rows_MD = torch.arange((num_rotated + heads.num_kv_heads) * heads.head_dim).view(-1, heads.head_dim)
     rows_MD[:num_rotated] = rows_MD[:num_rotated, order_D]
     return rows_MD.flatten()
 
@@ -287,12 +287,13 @@ class WeightReader:
         for index, spec in enumerate(self.config.layers):
             prefix = f"{self.prefix}{names.layer.format(index)}"
             linears = self.config.linears(index)
-            order_D = rotary_order(spec.rope, self.config.head_dim)
+            heads = self.config.heads(index)
+            order_D = rotary_order(spec.rope, heads.head_dim)
             qkv = self._fused(linears["qkv"], spec.qkv_bias)
             yield LayerWeights(
                 qkv=qkv
                 if order_D is None
-                else select_outputs(qkv, rotary_rows(self.config, order_D).to(self.checkpoint.device)),
+                else select_outputs(qkv, rotary_rows(self.config.num_heads, heads, order_D).to(self.checkpoint.device)),
                 o=self._fused(linears["o"], spec.o_bias),
                 gate_up=self._fused(linears["gate_up"], spec.mlp_bias) if "gate_up" in linears else None,
                 down=self._fused(linears["down"], spec.mlp_bias) if "down" in linears else None,
@@ -300,7 +301,7 @@ class WeightReader:
                 attn_post_norm=self._norm(f"{prefix}{names.attn_post_norm}") if spec.post_norm else None,
                 mlp_norm=self._norm(f"{prefix}{names.mlp_norm}") if spec.pre_norm else None,
                 mlp_post_norm=self._norm(f"{prefix}{names.mlp_post_norm}") if spec.post_norm else None,
-                qk_norm=self._qk_norm(prefix, spec, order_D),
+                qk_norm=self._qk_norm(prefix, spec, heads, order_D),
                 sinks_N=self._copied(f"{prefix}{names.sinks}", (self.config.num_heads,)) if spec.sinks else None,
                 routed=None if spec.experts is None else self._routed(index, prefix, spec.experts),
             )
@@ -343,20 +344,20 @@ class WeightReader:
         return [*dense]
 
     def _qk_norm(
-        self, prefix: str, spec: LayerSpec, order_D: torch.Tensor | None
+        self, prefix: str, spec: LayerSpec, heads: Heads, order_D: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        c, sizes = self.config, (1, 1)
+        c, sizes, head_dim = self.config, (1, 1), heads.head_dim
         if spec.qk_norm == "none":
             return None
         if spec.qk_norm == "full":
-            sizes = c.num_heads, c.num_kv_heads
+            sizes = c.num_heads, heads.num_kv_heads
         names = c.names.q_norm, c.names.k_norm
         q_norm, k_norm = (
-            self._norm(f"{prefix}{name}", c.head_dim * size).weight_H for name, size in zip(names, sizes, strict=True)
+            self._norm(f"{prefix}{name}", head_dim * size).weight_H for name, size in zip(names, sizes, strict=True)
         )
         if order_D is None:
             return q_norm, k_norm
-        q_norm, k_norm = (norm.view(-1, c.head_dim)[:, order_D].flatten() for norm in (q_norm, k_norm))
+        q_norm, k_norm = (norm.view(-1, head_dim)[:, order_D].flatten() for norm in (q_norm, k_norm))
         return q_norm, k_norm
 
     def finish(self) -> None:

@@ -59,9 +59,10 @@ def read_adapter(folder: Path, config: ModelConfig) -> list[LayerUpdates]:
             read = [_read_part(stored, options, modules.get(name), name, shape) for name, *shape in parts]
             if any(part is not None for part in read):
                 updates[linear] = _fused(read, [rows for _, rows, _ in parts])
-        order_D = rotary_order(config.layers[index].rope, config.head_dim)
+        heads = config.heads(index)
+        order_D = rotary_order(config.layers[index].rope, heads.head_dim)
         if order_D is not None and "qkv" in updates:
-            updates["qkv"] = updates["qkv"].select_outputs(rotary_rows(config, order_D))
+            updates["qkv"] = updates["qkv"].select_outputs(rotary_rows(config.num_heads, heads, order_D))
         layers.append(updates)
     stored.finish()
     return layers

@@ -18,7 +18,8 @@ SERVED = ("default", "linear", "llama3", "yarn", "longrope")
 @dataclass(frozen=True)
 class Rope:
     """Rotary positions of a layer. rotary_dim: rotated values of a head, the first ones; None: all.
-    interleaved: pairs are neighbours, as in GPT-J, and not values half of `rotary_dim` apart.
+    interleaved: pairs are neighbours, as in GPT-J, and not values half of `rotary_dim` apart. head_dim: size of the
+    heads; None: the model's.
 
     short_factors, long_factors: divisors of each frequency (longrope), for sequences within `original_max_position` and
     beyond; `uses_long` selects them once for an engine (`for_length`). query_beta: queries at position p are multiplied
@@ -37,6 +38,7 @@ class Rope:
     attention_factor: float = 1.0  # yarn, longrope: multiplies cos and sin
     rotary_dim: int | None = None
     interleaved: bool = False
+    head_dim: int | None = None
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
     uses_long: bool = False

@@ -10,11 +10,11 @@ from pipeline.model.rope import Rope
 
 
 class RotationTables:
-    """Tables for all positions, one for each of the model's ropes."""
+    """Tables for all positions, one for each of the model's ropes. head_dim: the model's."""
 
     def __init__(self, ropes: Sequence[Rope], head_dim: int, num_positions: int, device: torch.device) -> None:
         self.num_positions = num_positions
-        self._tables = [_tables(rope, head_dim, num_positions, device) for rope in ropes]
+        self._tables = [_tables(rope, rope.head_dim or head_dim, num_positions, device) for rope in ropes]
 
     def at(self, positions_T: torch.Tensor) -> tuple[Rotation, ...]:
         """Return the rotations at these positions, in the order of the ropes."""

@@ -37,7 +37,7 @@ class Share:
             routed = replace(routed, experts=ExpertWeights(gate_up, down))
         return replace(
             weights,
-            qkv=select_outputs(weights.qkv, self._qkv_rows()),
+            qkv=select_outputs(weights.qkv, self._qkv_rows(index)),
             o=self._by_inputs(weights.o),
             gate_up=None if weights.gate_up is None else self._by_outputs(weights.gate_up, num_parts),
             down=None if weights.down is None else self._by_inputs(weights.down),
@@ -58,7 +58,7 @@ class Share:
                 part = self._part(update.a_RK.shape[1])
                 found[name] = update.select_inputs(part.start, part.stop)
             elif name == "qkv":
-                found[name] = update.select_outputs(self._qkv_rows())
+                found[name] = update.select_outputs(self._qkv_rows(index))
             else:
                 rows = self._rows(len(update.b_NR), 1 + self.config.layers[index].is_gated)
                 found[name] = update.select_outputs(rows)
@@ -73,18 +73,19 @@ class Share:
         rows = (torch.arange(num_rows) + self.rank * num_rows).clamp_(max=self.config.vocab_size - 1)
         return select_outputs(weight, rows)
 
-    def _qkv_rows(self) -> torch.Tensor:
-        """Return the rows of the fused q, k, v with this rank's heads. With fewer KV heads than ranks, neighbours have
-        the same one."""
-        c = self.config
-        local = c.local(self.size)
-        first_kv = self.rank * c.num_kv_heads // self.size
+    def _qkv_rows(self, layer: int) -> torch.Tensor:
+        """Return the rows of a layer's fused q, k, v with this rank's heads. With fewer KV heads than ranks,
+        neighbours have the same one."""
+        num_heads, (num_kv_heads, head_dim) = self.config.num_heads, self.config.heads(layer)
+        local = self.config.local(self.size)
+        num_local, num_local_kv = local.num_heads, local.heads(layer).num_kv_heads
+        first_kv = self.rank * num_kv_heads // self.size
         head_M = [
-            *range(self.rank * local.num_heads, (self.rank + 1) * local.num_heads),
-            *(c.num_heads + first_kv + head for head in range(local.num_kv_heads)),
-            *(c.num_heads + c.num_kv_heads + first_kv + head for head in range(local.num_kv_heads)),
+            *range(self.rank * num_local, (self.rank + 1) * num_local),
+            *(num_heads + first_kv + head for head in range(num_local_kv)),
+            *(num_heads + num_kv_heads + first_kv + head for head in range(num_local_kv)),
         ]
-        return (torch.tensor(head_M)[:, None] * c.head_dim + torch.arange(c.head_dim)).flatten()
+        return (torch.tensor(head_M)[:, None] * head_dim + torch.arange(head_dim)).flatten()
 
     def _by_outputs(self, weight: LinearWeight, num_parts: int) -> LinearWeight:
         return select_outputs(weight, self._rows(weight.out_features, num_parts))

@@ -46,7 +46,8 @@ class ExpertSize:
 @dataclass(frozen=True)
 class DecoderSize:
     """Sizes of a decoder that determine its cost. windows: keys that a query of each layer sees; None: all.
-    experts: None: all layers have one feed-forward of `intermediate`."""
+    kv_heads_and_dims: of each layer, if they differ from `kv_heads` and `head_dim` in some. experts: None: all layers
+    have one feed-forward of `intermediate`."""
 
     hidden: int
     intermediate: int
@@ -57,6 +58,7 @@ class DecoderSize:
     vocab: int
     is_gated: bool = True
     windows: tuple[int | None, ...] = ()
+    kv_heads_and_dims: tuple[tuple[int, int], ...] = ()
     experts: ExpertSize | None = None
 
     def local(self, num_cards: int) -> "DecoderSize":
@@ -77,18 +79,18 @@ class DecoderSize:
             heads=share(self.heads),
             kv_heads=share(self.kv_heads),
             vocab=share(self.vocab),
+            kv_heads_and_dims=tuple((share(kv_heads), head_dim) for kv_heads, head_dim in self.kv_heads_and_dims),
             experts=experts,
         )
 
     def linears(self) -> list[tuple[str, int, int]]:
         """Return name, inputs and outputs of the linears of a layer without experts as they are run: q, k, v fused, and
         gate, up fused."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return [
-            ("qkv", self.hidden, q + 2 * kv),
-            ("o", q, self.hidden),
-            *self.feed_forward(self.intermediate),
-        ]
+        return [*self._around_attention(self.kv_heads, self.head_dim), *self.feed_forward(self.intermediate)]
+
+    def _around_attention(self, kv_heads: int, head_dim: int) -> list[tuple[str, int, int]]:
+        q, kv = self.heads * head_dim, kv_heads * head_dim
+        return [("qkv", self.hidden, q + 2 * kv), ("o", q, self.hidden)]
 
     def feed_forward(self, width: int) -> list[tuple[str, int, int]]:
         """Return the linears of a feed-forward."""
@@ -96,14 +98,15 @@ class DecoderSize:
 
     def linear_counts(self) -> list[tuple[int, int, int]]:
         """Return inputs, outputs and number of the linears that compute all tokens: all but those of experts."""
-        qkv, o, *feed_forward = self.linears()
-        experts = self.experts
+        shapes = Counter(self.kv_heads_and_dims or ((self.kv_heads, self.head_dim),) * self.layers)
+        counted = [(each, layers) for shape, layers in shapes.items() for each in self._around_attention(*shape)]
+        feed_forward, experts = self.feed_forward(self.intermediate), self.experts
         if experts is None:
-            return [(inputs, outputs, self.layers) for _, inputs, outputs in self.linears()]
-        shared = self.feed_forward(experts.shared_width) if experts.shared_width else []
-        counted = [(each, self.layers) for each in (qkv, o)]
-        counted += [(each, self.layers - experts.layers) for each in feed_forward]
-        counted += [(each, experts.layers) for each in (*shared, ("router", self.hidden, experts.num_experts))]
+            counted += [(each, self.layers) for each in feed_forward]
+        else:
+            shared = self.feed_forward(experts.shared_width) if experts.shared_width else []
+            counted += [(each, self.layers - experts.layers) for each in feed_forward]
+            counted += [(each, experts.layers) for each in (*shared, ("router", self.hidden, experts.num_experts))]
         return [(inputs, outputs, count) for (_, inputs, outputs), count in counted]
 
     @property
@@ -131,9 +134,15 @@ class DecoderSize:
         each = sum(inputs * outputs for _, inputs, outputs in self.feed_forward(self.experts.width))
         return self.experts.layers * num_experts * each
 
-    def window_counts(self) -> dict[int | None, int]:
-        """Return the number of layers for each window."""
-        return Counter(self.windows or (None,) * self.layers)
+    def kv_widths(self) -> dict[int | None, tuple[int, int]]:
+        """Return for each window, over all of its layers, the sums of their head sizes and of their keys' values."""
+        windows = self.windows or (None,) * self.layers
+        sums: dict[int | None, tuple[int, int]] = {}
+        shapes = self.kv_heads_and_dims or ((self.kv_heads, self.head_dim),) * self.layers
+        for window, (kv_heads, head_dim) in zip(windows, shapes, strict=True):
+            dims, values = sums.get(window, (0, 0))
+            sums[window] = dims + head_dim, values + kv_heads * head_dim
+        return sums
 
     @property
     def linear_parameters(self) -> int:
@@ -151,7 +160,7 @@ class DecoderSize:
         return 1.0 + SCALE_BYTES / self.head_dim
 
     def kv_bytes_per_token(self, value_bytes: float = DENSE_BYTES) -> float:
-        return 2 * self.layers * self.kv_heads * self.head_dim * value_bytes
+        return 2 * sum(values for _, values in self.kv_widths().values()) * value_bytes
 
 
 @dataclass(frozen=True)
@@ -365,11 +374,10 @@ def step_seconds(
         for inputs, outputs, count in size.linear_counts()
     )
     linears_s += expert_seconds(num_tokens, size, weights, card)
-    windows = size.window_counts()
-    keys = sum(layers * step.seen_keys(window) for window, layers in windows.items())
-    attention_flops = 4.0 * size.heads * size.head_dim * keys
-    moved_tokens = sum(layers * (step.read_tokens(window) + num_tokens) for window, layers in windows.items())
-    kv_bytes = size.kv_bytes_per_token(kv_value_bytes) / size.layers * moved_tokens
+    widths = size.kv_widths().items()
+    attention_flops = 4.0 * size.heads * sum(dims * step.seen_keys(window) for window, (dims, _) in widths)
+    moved = sum(values * (step.read_tokens(window) + num_tokens) for window, (_, values) in widths)
+    kv_bytes = 2 * moved * kv_value_bytes
     head_s = 0.0
     if step.num_rows:
         head_s = linear_seconds(step.num_rows, size.hidden, size.vocab, DENSE, card)["dense"]

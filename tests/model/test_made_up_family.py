@@ -1,6 +1,7 @@
 """A family that only this file defines: its features are no model's, and it needs no code outside its description."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from pipeline.model.config import read_config
+from pipeline.model.decoder import KVCache
 from pipeline.model.families import FAMILIES, Family, FamilyFields
-from pipeline.model.layer_spec import TensorNames
+from pipeline.model.layer_spec import Heads, TensorNames
 from pipeline.model.rope import NO_ROPE
 from tests.model_folders import VOCAB, small_config, write_tokenizer
 from tests.parity.harness import (
@@ -34,13 +37,13 @@ RMS = small_config(48, 40, 3, 6, 2, head_dim=12, rms_norm_eps=1e-5, tie_word_emb
     "hidden_act": "gelu_pytorch_tanh", "is_layer_norm": False, "norms": ["both", "after", "before"],
     "windows": [13, None, 9], "thetas": [100.0, 10000.0, None], "rotated": [0.5, 1.0, 1.0], "has_qk_norm": True,
     "is_gated": True, "is_biased": False, "has_positions": False, "score_scale": 0.4, "score_cap": 3.0,
-    "embedding_scale": 3.0, "logit_scale": 1.0, "logit_cap": 4.0,
+    "embedding_scale": 3.0, "logit_scale": 1.0, "logit_cap": 4.0, "own_heads": [None, [3, 16], [1, 8]],
 }  # fmt: skip
 LAYER_NORM = small_config(32, 56, 3, 4, 4, rms_norm_eps=1e-4, tie_word_embeddings=False) | {
     "hidden_act": "relu2", "is_layer_norm": True, "norms": ["both", "before", "after"],
     "windows": [None, 7, None], "thetas": [None, 500.0, 500.0], "rotated": [1.0, 0.25, 0.25], "has_qk_norm": False,
     "is_gated": False, "is_biased": True, "has_positions": True, "score_scale": 0.3, "score_cap": 0.0,
-    "embedding_scale": 2.0, "logit_scale": 0.3, "logit_cap": 0.0,
+    "embedding_scale": 2.0, "logit_scale": 0.3, "logit_cap": 0.0, "own_heads": [None] * 3,
 }  # fmt: skip
 VARIANTS: dict[str, tuple[dict[str, Any], TensorNames]] = {
     "rms": (RMS, TensorNames(qkv=("a.q", "a.k", "a.v"), gate_up=("m.gate", "m.up"), **NAMES)),
@@ -51,11 +54,15 @@ VARIANTS: dict[str, tuple[dict[str, Any], TensorNames]] = {
 
 def describe(f: FamilyFields) -> dict[str, Any]:
     v, bias = f.values, f.flag("is_biased")
-    layers = zip(v["norms"], v["windows"], v["thetas"], v["rotated"], strict=True)
+    layers = zip(v["norms"], v["windows"], v["thetas"], v["rotated"], v["own_heads"], strict=True)
     return {
         "layers": tuple(
             f.spec(
-                rope=NO_ROPE if theta is None else f.rope(rope_theta=theta, partial_rotary_factor=rotated),
+                rope=replace(
+                    NO_ROPE if theta is None else f.rope(rope_theta=theta, partial_rotary_factor=rotated),
+                    head_dim=own and own[1],
+                ),
+                heads=own and Heads(*own),
                 window=window,
                 scale=v["score_scale"],
                 softcap=v["score_cap"],
@@ -67,7 +74,7 @@ def describe(f: FamilyFields) -> dict[str, Any]:
                 mlp_bias=bias,
                 is_gated=v["is_gated"],
             )
-            for norms, window, theta, rotated in layers
+            for norms, window, theta, rotated, own in layers
         ),
         "norm_kind": "layer" if v["is_layer_norm"] else "rms",
         "norm_offset": 0.0 if v["is_layer_norm"] else 1.0,
@@ -82,7 +89,6 @@ class Reference:
 
     def __init__(self, values: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         self.v, self.t = values, tensors
-        self.dim = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
 
     def __call__(self, ids_1T: torch.Tensor) -> SimpleNamespace:
         x = self.t["model.tokens.weight"][ids_1T[0]]
@@ -114,14 +120,15 @@ class Reference:
         return x @ self.t[f"{name}.weight"].T
 
     def attention(self, x: torch.Tensor, name: str, index: int) -> torch.Tensor:
-        kv = self.v["num_key_value_heads"] * self.dim
+        kv_heads, dim = heads_of(self.v, index)
+        kv = kv_heads * dim
         if f"{name}.qkv.weight" in self.t:
             q, k, v = self.linear(x, f"{name}.qkv").tensor_split((-2 * kv, -kv), dim=1)
         else:
             q, k, v = (self.linear(x, f"{name}.{part}") for part in "qkv")
         if self.v["has_qk_norm"]:
             q, k = self.norm(q, f"{name}.q_norm"), self.norm(k, f"{name}.k_norm")
-        q, k, v = (part.view(len(x), -1, self.dim).transpose(0, 1) for part in (q, k, v))
+        q, k, v = (part.view(len(x), -1, dim).transpose(0, 1) for part in (q, k, v))
         q, k = self.rotated(q, index), self.rotated(k, index)
         k, v = (part.repeat_interleave(len(q) // len(part), dim=0) for part in (k, v))
         scores, cap = q @ k.transpose(1, 2) * self.v["score_scale"], self.v["score_cap"]
@@ -132,7 +139,7 @@ class Reference:
         return self.linear(out.transpose(0, 1).flatten(1), f"{name}.out")
 
     def rotated(self, x_MTD: torch.Tensor, index: int) -> torch.Tensor:
-        theta, size = self.v["thetas"][index], int(self.dim * self.v["rotated"][index])
+        theta, size = self.v["thetas"][index], int(x_MTD.shape[2] * self.v["rotated"][index])
         if theta is None:
             return x_MTD
         angle = torch.arange(x_MTD.shape[1])[:, None] * theta ** -(torch.arange(0, size, 2) / size)
@@ -155,17 +162,16 @@ class Reference:
         return tokens[len(prompt) :]
 
 
+def heads_of(values: dict[str, Any], layer: int) -> list[int]:
+    """Return the number of KV heads and the head size of a layer."""
+    dim = values.get("head_dim", values["hidden_size"] // values["num_attention_heads"])
+    return values["own_heads"][layer] or [values["num_key_value_heads"], dim]
+
+
 def drawn(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Draw the tensors of a checkpoint."""
     torch.manual_seed(11)
     hidden, inner = values["hidden_size"], values["intermediate_size"]
-    dim = values.get("head_dim", hidden // values["num_attention_heads"])
-    q, kv = values["num_attention_heads"] * dim, values["num_key_value_heads"] * dim
-    linears = {"a.out": (hidden, q), "m.up": (inner, hidden), "m.down": (hidden, inner)}
-    if values["is_biased"]:
-        linears["a.qkv"] = q + 2 * kv, hidden
-    else:
-        linears |= {"a.q": (q, hidden), "a.k": (kv, hidden), "a.v": (kv, hidden), "m.gate": (inner, hidden)}
     norms = {"model.end": hidden}
     found = {"model.tokens.weight": torch.randn(VOCAB, hidden)}
     if not values["tie_word_embeddings"]:
@@ -173,7 +179,13 @@ def drawn(values: dict[str, Any]) -> dict[str, torch.Tensor]:
     if values["has_positions"]:
         found["model.positions.weight"] = torch.randn(values["max_position_embeddings"], hidden)
     for index, kind in enumerate(values["norms"]):
-        block = f"model.blocks.{index}."
+        block, (kv_heads, dim) = f"model.blocks.{index}.", heads_of(values, index)
+        q, kv = values["num_attention_heads"] * dim, kv_heads * dim
+        linears = {"a.out": (hidden, q), "m.up": (inner, hidden), "m.down": (hidden, inner)}
+        if values["is_biased"]:
+            linears["a.qkv"] = q + 2 * kv, hidden
+        else:
+            linears |= {"a.q": (q, hidden), "a.k": (kv, hidden), "a.v": (kv, hidden), "m.gate": (inner, hidden)}
         for name, shape in linears.items():
             found[f"{block}{name}.weight"] = 0.2 * torch.randn(shape[::-1] if values["is_biased"] else shape)
             if values["is_biased"]:
@@ -205,6 +217,13 @@ def test_a_family_by_its_description_alone(variant: str, tmp_path: Path, monkeyp
         assert float(difference) < LOGIT_TOLERANCE
         done = engine.generate(prompts, greedy(32))
         assert engine.stats.cached_tokens > 0
+    config = read_config(tmp_path)
+    cache = KVCache.allocate(config, 5, 8, torch.float32, torch.device("cpu"))
+    per_token = config.kv_bytes_per_token(torch.float32)
+    assert sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors) == 5 * 8 * per_token
+    assert config.size.kv_bytes_per_token(4) == per_token
+    linears = [tensor for name, tensor in tensors.items() if "blocks" in name and tensor.dim() == 2]
+    assert config.num_linear_parameters() == sum(tensor.numel() for tensor in linears)
     for prompt, completion in zip(prompts, done):
         compare_greedy(model, prompt, completion.token_ids, model.greedy(prompt, 32), seen)
     assert seen.near_ties == 0

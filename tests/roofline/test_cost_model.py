@@ -43,6 +43,15 @@ def test_sizes_are_those_of_the_model():
     assert LLAMA_8B.kv_bytes_per_token(LLAMA_8B.fp8_value_bytes) == 2 * 32 * 8 * (128 + 4)
 
 
+def test_layers_with_heads_of_their_own_are_counted_each():
+    """A layer with a window of 8 keys and heads of 64, and one that sees all keys with a KV head of 128."""
+    size = replace(SIZE, windows=(8, None), kv_heads_and_dims=((2, 64), (1, 128)))
+    assert size.linear_parameters == SIZE.linear_parameters + 256 * 256 + 256 * 256
+    seconds = step_seconds(step([1], [30], 0), size, DENSE, CARD)
+    assert seconds.kv_s == pytest.approx((2 * 64 * 9 + 128 * 31) * 2 * 2 / 1e9)
+    assert seconds.attention_s == pytest.approx(4 * 4 * (64 * 8 + 128 * 30) / 1e12)
+
+
 def test_a_decoding_step_reads_weights_keys_and_values_once():
     seconds = step_seconds(step([1, 1], [10, 30], 2), SIZE, DENSE, CARD)
     assert seconds.linears_s == pytest.approx(SIZE.linear_parameters * 2 / 1e9)

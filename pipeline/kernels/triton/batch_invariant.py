@@ -100,6 +100,7 @@ class CapturedBatchInvariantAttention:
         self._queries = _queries_of_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim)
         self.max_queries, self.max_mixed_tokens = min(shape.max_queries, self._queries), shape.max_mixed_tokens
         self._max_seqs, self._windows = shape.max_seqs, shape.windows
+        self._kv_heads = shape.num_kv_heads, shape.head_dim
         item_I2 = np.zeros((shape.max_seqs, 2), dtype=np.int32)
         item_I2[:, 0] = np.arange(shape.max_seqs)
         self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)
@@ -131,7 +132,7 @@ class CapturedBatchInvariantAttention:
         plans: dict[Hashable, Any] = {}
         for window in self._windows:
             metadata = PrefillMetadata(window or _NO_WINDOW, item_I2, query_start_S1, context_len_S, table_SM)
-            plans[plan_key(window)] = AttentionPlan(None, metadata)
+            plans[plan_key(window, *self._kv_heads)] = AttentionPlan(None, metadata)
         return plans
 
     def prepare_replay(

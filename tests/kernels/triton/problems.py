@@ -6,6 +6,7 @@ Without a GPU the kernels run in Triton's interpreter, whose products of bfloat1
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
+from pipeline.kernels.triton.attention.dispatch import plan_key
 from pipeline.kernels.triton.launch import Launch, recording
 from pipeline.weights.packed import GroupIntWeight
 from tests.kernels.steps import Lengths, paged_step, widened
@@ -74,6 +76,10 @@ class Step:
     def wide(self) -> tuple[torch.Tensor, LayerCache]:
         """Queries and cache for the oracle: on the CPU, in float32 except codes."""
         return self.q_TND.float().cpu(), widened(self.cache)
+
+    def plan(self, window: int | None) -> Any:
+        """Return the plan that attention made for the layers with this window."""
+        return self.attn_metadata.plans[plan_key(window, *self.cache.k_CBKD.shape[2:])]
 
 
 def make_step(

@@ -39,6 +39,7 @@ class CapturedAttention:
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         target, group = CompileTarget.from_device(device), checked_group(*heads)
+        self._kv_heads = shape.num_kv_heads, shape.head_dim
         self.max_queries = min(shape.max_queries, max_queries_of(group))
         self.max_mixed_tokens = shape.max_mixed_tokens
         self._queries = rows_of(shape.head_dim) // group  # per tile of the prefill kernel
@@ -73,10 +74,10 @@ class CapturedAttention:
             for window, each in of_window.items()
         ]
         with_cascade: dict[Hashable, Any] = {
-            plan_key(metadata.window): AttentionPlan(metadata, None) for metadata in self._metadata
+            plan_key(metadata.window, *self._kv_heads): AttentionPlan(metadata, None) for metadata in self._metadata
         }
         without_cascade: dict[Hashable, Any] = {
-            plan_key(metadata.window): AttentionPlan(replace(metadata, cascade=None), None)
+            plan_key(metadata.window, *self._kv_heads): AttentionPlan(replace(metadata, cascade=None), None)
             for metadata in self._metadata
         }
         self.plans = (without_cascade, with_cascade) if None in shape.windows else (without_cascade,)
@@ -84,7 +85,9 @@ class CapturedAttention:
     def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
         item_I2 = self._item_I2[: self._max_tiles(num_tokens)]
         return {
-            plan_key(each.window): AttentionPlan(each, PrefillMetadata(each.window, item_I2, *self._sequences))
+            plan_key(each.window, *self._kv_heads): AttentionPlan(
+                each, PrefillMetadata(each.window, item_I2, *self._sequences)
+            )
             for each in self._metadata
         }
 

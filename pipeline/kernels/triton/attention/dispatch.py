@@ -30,9 +30,9 @@ class AttentionPlan:
 class PagedAttention:
     """Implements `contract.Kernels.attention` for one device.
 
-    A step is planned once per window; the plan is kept in `AttentionInput.plans` under `plan_key(window)`. To capture
-    steps in a CUDA graph, the caller allocates a `DecodeMetadata` per window, refills it before each step and stores it
-    there; a call then only launches, the same kernels every time.
+    A step is planned once per window and shape of heads; the plan is kept in `AttentionInput.plans` under `plan_key`.
+    To capture steps in a CUDA graph, the caller allocates a `DecodeMetadata` per window, refills it before each step
+    and stores it there; a call then only launches, the same kernels every time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class PagedAttention:
         sinks_N: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Support float16, bfloat16 and float32; the cache must be contiguous, and of q's type or FP8."""
-        key = plan_key(window)
+        key = plan_key(window, *cache.k_CBKD.shape[2:])
         if key not in attn_metadata.plans:
             attn_metadata.plans[key] = self.plan(attn_metadata, q_TND, cache, window)
         plan: AttentionPlan = attn_metadata.plans[key]
@@ -119,6 +119,6 @@ def checked_group(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
     return group
 
 
-def plan_key(window: int | None) -> tuple[str, int | None]:
-    """Return the key in `AttentionInput.plans` of the plan for the layers with this window."""
-    return "triton", window
+def plan_key(window: int | None, num_kv_heads: int, head_dim: int) -> tuple[str, int | None, int, int]:
+    """Return the key in `AttentionInput.plans` of the plan for the layers with this window and these heads."""
+    return "triton", window, num_kv_heads, head_dim

@@ -63,7 +63,7 @@ def test_soft_caps_and_sinks(kind: str, with_fp8: bool) -> None:
     step = make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=with_fp8)
     check(step, None, kind)
     check(step, 13, kind)
-    assert step.attn_metadata.plans[plan_key(None)].decode.numbers.num_splits.item() > 0
+    assert step.plan(None).decode.numbers.num_splits.item() > 0
 
 
 @DTYPES
@@ -89,7 +89,7 @@ def test_blocks_of_any_size_and_windows_at_tile_borders(block_size: int, window:
 
 
 def converted_blocks_of(step: Step, window: int | None) -> list[int] | None:
-    block_X = step.attn_metadata.plans[plan_key(window)].prefill.block_X
+    block_X = step.plan(window).prefill.block_X
     return None if block_X is None else block_X.tolist()
 
 
@@ -219,7 +219,7 @@ def test_a_ready_plan_is_used() -> None:
     work.sequences.context_len_S[:2] = torch.tensor(
         [90, 20], device=DEVICE
     )  # distinguishes the ready plan from a new one
-    step.attn_metadata.plans[plan_key(None)] = AttentionPlan(work, None)
+    step.attn_metadata.plans[plan_key(None, 1, 16)] = AttentionPlan(work, None)
     ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, None)
     shorter = replace(step.attn_metadata, context_len_S=np.array([90, 20], dtype=np.int32))
     oracle = reference_attention(*step.wide, shorter, 0.3, None)

@@ -14,7 +14,7 @@ from pipeline.kernels.graph_attention import GraphShape
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
-from pipeline.kernels.triton.attention.dispatch import PagedAttention
+from pipeline.kernels.triton.attention.dispatch import PagedAttention, plan_key
 from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention, CapturedBatchInvariantAttention
 from pipeline.kernels.triton.launch import Launch
 from tests.kernels.steps import softmax_options
@@ -74,14 +74,14 @@ def test_launches_do_not_change_from_step_to_step(
         launches.append(kept(recorded))
         for launch in recorded:
             launch.run()
-        of_tile_I = attn_metadata.plans["triton", window].prefill.item_I2[:, 0]
+        of_tile_I = attn_metadata.plans[plan_key(window, 2, 16)].prefill.item_I2[:, 0]
         tiles_S = -(-count_S // 64)
         assert int((of_tile_I >= 0).sum()) == tiles_S[is_deterministic | (count_S > 3)].sum(), "the others are empty"
         oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window, *softmax_options(kind, 4))
         assert float((out_TND[:num_tokens].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
         assert (out_TND[num_tokens:] == 7.0).all(), "padding attends to nothing"
         if not is_deterministic and window is None:
-            recorded_cascade = attn_metadata.plans["triton", None].decode.cascade
+            recorded_cascade = attn_metadata.plans[plan_key(None, 2, 16)].decode.cascade
             shared.append((recorded_cascade.numbers.shared_S[: len(count_S)] > 0).tolist())
     assert all(each == launches[0] for each in launches)
     if shared:

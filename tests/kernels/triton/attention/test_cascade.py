@@ -11,7 +11,7 @@ from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.cascade_metadata import CascadePlan, CascadeShape, CascadeSteps
-from pipeline.kernels.triton.attention.dispatch import PagedAttention, plan_key
+from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.batch_invariant import BatchInvariantAttention
 from pipeline.kernels.triton.launch import H100
 from tests.kernels.steps import SOFTMAX_KINDS, Lengths, softmax_options
@@ -38,7 +38,7 @@ def check(step: Step, groups: int, kind: str = "") -> None:
     oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, None, *softmax_options(kind, num_heads))
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
-    work = step.attn_metadata.plans[plan_key(None)].decode.cascade
+    work = step.plan(None).decode.cascade
     served = set() if work is None else set(work.numbers.tile_W3[:, 0].tolist())
     assert len(served) == groups
 
@@ -103,7 +103,7 @@ def test_more_queries_than_a_tile_holds() -> None:
     """8 query heads: 16 tokens a tile, so that sequences of 3 tokens extend across two tiles, cut unequally."""
     step = make_step([(390 + s, 3) for s in range(22)], (8, 1), 16, 64, torch.float32)
     check(sharing(step, [(list(range(22)), 6)]), 1)
-    work = step.attn_metadata.plans[plan_key(None)].decode.cascade
+    work = step.plan(None).decode.cascade
     assert work.numbers.tile_W3[:, 2].tolist() == [1, 2, 2, 1, 1]
 
 
@@ -125,7 +125,7 @@ def test_layers_with_a_window_and_the_deterministic_mode_read_each_sequence_by_i
     step = sharing(make_step(lengths, (4, 1), 16, 64, torch.float32), shared)
     ours = PagedAttention(DEVICE)(*step.tensors, step.attn_metadata, 0.3, 150)
     assert float((ours.cpu() - reference_attention(*step.wide, step.attn_metadata, 0.3, 150)).abs().max()) < 5e-6
-    assert step.attn_metadata.plans[plan_key(150)].decode.cascade is None
+    assert step.plan(150).decode.cascade is None
     apart = make_step(lengths, (4, 1), 16, 64, torch.float32)
     for s in (1, 2):  # what is shared, copied to blocks of its own
         for tensor, its in zip(apart.cache.tensors, step.cache.tensors):
