@@ -14,7 +14,7 @@ import aiohttp
 
 from pipeline.endpoint.answer import completion_of
 from pipeline.endpoint.body import MAX_SEED, NEUTRAL, probe_body
-from pipeline.endpoint.connection import open_session, proxy_of, speaks_tls
+from pipeline.endpoint.connection import lost_because, open_session, proxy_of, speaks_tls
 from pipeline.endpoint.errors import OVERLOADED, BadAnswer, OtherModel, Overloaded, Rejected, Reply, Unsupported
 from pipeline.endpoint.meter import Bill, Meter, Reservation, usage_of
 from pipeline.endpoint.spec import PATHS, EndpointConfig, EndpointRequest, base_url
@@ -437,9 +437,8 @@ class Client:
 
     def _lost(self, error: Exception) -> Disconnected:
         """Return the reason why a request has no answer."""
-        text = self._redacted(f"{type(error).__name__}: {error}")
         was_sent = not isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
-        return (Disconnected if was_sent else NotSent)(text, isinstance(error, _LASTING))
+        return (Disconnected if was_sent else NotSent)(self._redacted(lost_because(error)), isinstance(error, _LASTING))
 
     def _redacted(self, text: object) -> str:
         return redacted(str(text), self._config.secrets)

@@ -1,7 +1,9 @@
 """Connections to servers: sockets that notice a lost peer, and proxies of the environment."""
 
 import asyncio
+import errno
 import ipaddress
+import os
 import socket
 import ssl
 from urllib.parse import urlsplit
@@ -33,6 +35,35 @@ def proxy_of(url: str) -> str | None:
     if not found or _is_loopback(host) or proxy_bypass(host):
         return None
     return found if "://" in found else f"http://{found}"
+
+
+def lost_because(error: Exception) -> str:
+    """Return why a request has no answer, in plain words where the cause is common."""
+    match error:
+        case aiohttp.ClientConnectorDNSError():
+            return f"no address found for host {error.host!r}"
+        case aiohttp.ClientProxyConnectionError():
+            return f"the proxy {error.host}:{error.port} cannot be used: {_os_text(error.os_error)}"
+        case aiohttp.ClientConnectorCertificateError() | aiohttp.ClientConnectorSSLError():
+            return f"TLS failed: {error.args[1]}"
+        case aiohttp.ClientConnectorError():
+            return _os_text(error.os_error)
+        case aiohttp.ConnectionTimeoutError():
+            return f"no connection within {CONNECT_TIMEOUT_S:g} s"
+        case aiohttp.ServerDisconnectedError():
+            return "it closed the connection without an answer"
+        case aiohttp.ClientOSError():
+            return _os_text(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _os_text(error: OSError) -> str:
+    match error.errno:
+        case errno.ECONNREFUSED:
+            return "it refuses connections"
+        case errno.ECONNRESET | None:  # aiohttp gives no number if the request cannot be written
+            return "it reset the connection"
+    return os.strerror(error.errno).lower()
 
 
 async def speaks_tls(url: str) -> bool:

@@ -225,8 +225,10 @@ class EndpointEngine:
             if self._server is None and min(hopeless.values()) >= PROBES:
                 raise ConfigError(f"server.base_url: {reason}")
             if time.monotonic() >= deadline_s:
+                advice = "" if self._server is not None else ". Start the server, or correct server.base_url"
                 raise EnvironmentFailed(
-                    f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). {reason}"
+                    f"No server answered within {self._config.start_timeout_s:,.0f} s (server.start_timeout). "
+                    f"{reason}{advice}"
                 )
             line = self._server.last_line if self._server is not None else ""
             left = duration(round(deadline_s - time.monotonic()))
@@ -315,7 +317,7 @@ class EndpointEngine:
         except Disconnected as error:
             problem = await self._problem_of(client, client.probe)
             if problem and client in self._up and not self._sends_no_more:
-                self._down(client, f"{error}; {problem}")
+                self._down(client, problem if problem == str(error) else f"{error}; then {problem}")
             if not problem and isinstance(error, NotSent):  # it answers on its open connections only
                 await asyncio.sleep(RETRY_S)
                 return False
@@ -452,7 +454,7 @@ class EndpointEngine:
         try:
             await probe()
         except (Disconnected, Overloaded, BadAnswer) as error:
-            return f"{client.shown}: {error}"
+            return str(error)
         except (ConfigError, EnvironmentFailed) as error:
             self._refuse(client, str(error))
             return str(error)

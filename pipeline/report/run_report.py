@@ -119,7 +119,8 @@ class RunReport(JsonRecord):
     """Report of a job so far. Times are in whole microseconds; `phases_us` sums to `machine_us` exactly.
 
     `latency`, `lengths` and `examples` cover the recorded rows: all except those that a killed run wrote after its last
-    record. energy_uj: of all engines since loading; None if no machine measures it.
+    record. energy_uj: of all engines since loading; None if no machine measures it. was_complete: the call that
+    returned this report found nothing to compute.
     """
 
     job: str
@@ -147,6 +148,7 @@ class RunReport(JsonRecord):
     reasoning: TokensCost | None = None
     quality: QualityReport | None = None
     warnings: tuple[DataWarning, ...] = ()  # warnings about the data
+    was_complete: bool = False
     schema_version: int = SCHEMA_VERSION
 
     @property

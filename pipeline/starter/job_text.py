@@ -5,7 +5,6 @@ from pathlib import Path
 
 import yaml
 
-from pipeline.checkpoints.locate import model_kind
 from pipeline.config import JobConfig
 from pipeline.config.requests import DEFAULTS
 from pipeline.config.schema import FILE_NAME, schema_text
@@ -29,7 +28,7 @@ def job_text(name: str, path: str, model: str, output: str, seen: Look) -> str:
         f"  path: {_text(path)}",
         *_input(seen),
         "",
-        *(["prompt:", *_prompt(seen, model_kind(model) == "embedded"), ""] if seen.requests is None else []),
+        *(["prompt:", *_prompt(seen), ""] if seen.requests is None else []),
         "model:",
         f"  path: {_text(model)}",
         *([f"  # The model was not inspected: {_comment(seen.skip_reason)}."] if seen.skip_reason else []),
@@ -98,15 +97,15 @@ def _columns(seen: Look) -> list[str]:
     return ["  # columns: []                # input columns copied to the output; all if omitted"]
 
 
-def _prompt(seen: Look, is_embedded: bool) -> list[str]:
+def _prompt(seen: Look) -> list[str]:
     if seen.kind == "messages":
         return [f"  messages: {_text(seen.prompt)}  # lists of role and content, for the model's chat template"]
     if seen.kind == "column":
         lines = [f"  column: {_text(seen.prompt)}  # sent unchanged; or use `template:` with {{column}} placeholders"]
-    elif is_embedded:
+    elif seen.is_demo:
         lines = [
             "  # The prompt of each row, with {column} placeholders. The embedded model was trained on this prompt",
-            "  # only, with field-service reports. Write your own prompt for other models.",
+            "  # only. Write your own prompt for other models.",
             "  template: |-",
             *(f"    {line}" for line in seen.template.split("\n")),
         ]
@@ -118,7 +117,7 @@ def _prompt(seen: Look, is_embedded: bool) -> list[str]:
     if seen.has_chat:
         lines += ["  chat:                        # the prompt is the user's turn of the model's chat template"]
         lines += ["    system: null               # for example: Answer with one word."]
-    elif not is_embedded:
+    elif not seen.is_demo:
         lines += [
             "  # chat: true                 # uses the model's chat template; this one has none, or was not inspected"
         ]

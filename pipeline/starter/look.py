@@ -42,8 +42,9 @@ class Look:
     """Facts about a dataset and a model.
 
     lengths: tokens of the first rows' prompts, sorted; empty if the model could not be inspected, for the reason
-    `skip_reason`. max_position: longest sequence that the model supports. has_chat: whether to use the model's chat
-    template for prompts.
+    `skip_reason`. max_position: longest sequence that the model supports. is_demo: the embedded model on its own
+    reports, whose prompt is the one that it was trained on. has_chat: whether to use the model's chat template for
+    prompts.
     """
 
     columns: Mapping[str, str]  # name -> type
@@ -53,6 +54,7 @@ class Look:
     kind: Literal["messages", "column", "template", "requests"]
     template: str = ""  # of the prompt, if `kind` is template
     keep: tuple[str, ...] = ()  # columns that identify rows
+    is_demo: bool = False
     has_chat: bool = False
     lengths: tuple[int, ...] = ()
     max_position: int | None = None
@@ -75,9 +77,9 @@ def look(path: str, model: str, log: Callable[[str], None]) -> Look:
     prompt, kind = (PROMPT_COLUMN[requests.endpoint], "requests") if requests else _prompt_of(source, rows)
     keep = tuple(name for name in source.schema.names if name != prompt and _is_row_id(name, rows))
     columns = {f.name: str(f.type) for f in source.schema}
-    is_trained = kind == "template" and model_kind(model) == "embedded"  # on a single prompt, without a chat template
-    template = (PROMPT_TEMPLATE if is_trained else "{report}").replace("{report}", "{" + prompt + "}")
-    seen = Look(columns, source.num_rows, len(source.files), prompt, kind, template, keep, requests=requests)
+    is_demo = kind == "template" and prompt == "report" and model_kind(model) == "embedded"
+    template = PROMPT_TEMPLATE if is_demo else "{" + prompt + "}"
+    seen = Look(columns, source.num_rows, len(source.files), prompt, kind, template, keep, is_demo, requests=requests)
     files = counted(len(source.files), "file")
     found = f"the prompt is in {prompt!r}" if requests is None else "requests of OpenAI's Batch API"
     log(f"{path}: {counted(source.num_rows, 'row')} in {files}; {found}")
@@ -94,7 +96,7 @@ def look(path: str, model: str, log: Callable[[str], None]) -> Look:
     max_position = read_config(folder).max_position
     tokenizer = Tokenizer.from_folder(str(folder))
     try:
-        has_chat = tokenizer.has_chat_template and not is_trained
+        has_chat = tokenizer.has_chat_template and not is_demo
         if kind == "messages" or (requests is not None and requests.endpoint == "chat"):
             tokenizer.check_chat_template()
         read = read_samples(resolve_prompts(_job(path, model, seen, has_chat), folder), tokenizer, max_tokens=1 << 40)

@@ -113,7 +113,7 @@ def test_a_row_that_was_not_sent_has_not_failed():
             assert_right(compute(server, num_rows=200))
 
 
-def failure(server: FakeServer, num_rows: int = 40, **config: Any) -> str:
+def failure(server: FakeServer | str, num_rows: int = 40, **config: Any) -> str:
     with pytest.raises(EnvironmentFailed) as caught:  # EngineUnusable too
         compute(server, num_rows=num_rows, **config)
     assert KEY not in str(caught.value)
@@ -130,6 +130,25 @@ def test_servers_that_fail_for_good_end_the_engine(metrics: bool):
         assert server.url in failure(server)
     with FakeServer(metrics=metrics, error={"status": 401, "after": 12, "body": QUOTED}) as server:
         assert "rejects all requests: status 401: Incorrect API key" in failure(server, api_key=KEY)
+
+
+def test_a_server_without_an_answer_is_named_once_in_plain_words():
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # never listens
+        port = closed.getsockname()[1]
+        url = f"http://127.0.0.1:{port}"
+        message = failure(url, start_timeout_s=0.1)
+        assert f"{url}/v1: it refuses connections. Start the server, or correct server.base_url" in message
+        with pytest.raises(ConfigError) as caught:
+            compute("http://no-such-host.invalid:1", start_timeout_s=60)
+    with FakeServer(die={"match": "word20."}) as server:
+        down = failure(server)
+    assert "no address found for host 'no-such-host.invalid'" in str(caught.value)
+    for text in (message, down, str(caught.value)):
+        assert "ssl:" not in text
+        assert "ClientConnector" not in text
+    assert down.count("it refuses connections") == 1
+    assert down.count(server.url) == 1
 
 
 @pytest.mark.parametrize("fault", ["die", "hang"])

@@ -78,6 +78,17 @@ def test_rows_errors_and_no_key_in_any_file(
     assert KEY not in str([row["error_message"] for row in found.values()])
 
 
+def test_a_finished_job_says_so_in_one_line(tmp_path: Path, pipe: Callable[..., tuple[int, str, str]]):
+    with FakeServer() as server:
+        path = str(job_file(tmp_path, server.url, 3))
+        assert "Results" in pipe("run", path)[1]
+        code, shown, _ = pipe("run", path)
+        report = json.loads(pipe("run", path, "--json")[1])
+    output = tmp_path / "out"
+    expected = f"Finished already: 3 rows, 0 error rows in {output}. `pipeline report {output}` shows the report.\n"
+    assert (code, shown, report["was_complete"]) == (0, expected, True)
+
+
 def test_equal_rows_are_sent_once(tmp_path: Path):
     texts, prices = [f"row{i % 3}. a b" for i in range(8)], {"input": 1.0, "output": 2.0}
     with FakeServer() as server:

@@ -92,7 +92,10 @@ def test_the_embedded_model_receives_its_training_prompt(here, pipe):
     assert checked.facts["first_prompt"]["text"] == PROMPT_TEMPLATE.format(report="The pump was repaired.")
     assert look("data.parquet", "demo", print).lengths == (checked.facts["first_prompt"]["tokens"],)
     data(text=["A hoist was oiled."])
-    assert look("data.parquet", "demo", print).template == PROMPT_TEMPLATE.replace("{report}", "{text}")
+    assert look("data.parquet", "demo", print).template == "{text}"
+    assert pipe("init", "other.yaml", "--input", "data.parquet")[0] == 0
+    assert load_job("other.yaml").prompt.template == "{text}"
+    assert "field-service" not in Path("other.yaml").read_text()
 
 
 def test_existing_files_are_not_replaced(here, pipe):

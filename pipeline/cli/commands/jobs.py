@@ -1,6 +1,7 @@
 """Commands for a job and its output: run, validate, status, compact, verify."""
 
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -168,6 +169,10 @@ def run_and_report(
             return print_sample(config, report, output, as_json)
         if as_json:
             return print_json(report.to_json())
+        if report.was_complete:
+            rows, errors = counted(report.rows.written, "row"), counted(report.rows.errors, "error row")
+            show = f"pipeline report {shlex.quote(output)}"
+            return print_result(f"Finished already: {rows}, {errors} in {output}. `{show}` shows the report.")
         print_result(
             f"{text(report, result_width())}\n\n  Results     {output}\n  Report      {output}/_pipeline/report.md"
         )

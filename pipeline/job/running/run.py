@@ -244,7 +244,7 @@ def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: li
     put_status(telemetry, replace(status, phase="finished", units=totals.units, error_rows=totals.num_error_rows))
     remove_all(store)
     close_telemetry(telemetry, show, status)
-    return report
+    return replace(report, was_complete=True)
 
 
 @contextlib.contextmanager
