@@ -35,6 +35,11 @@ MINISTRAL_ROPE = YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_sca
 GEMMA = {"tie_word_embeddings": True, "head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": 19}
 BY_TYPE = {"full_attention": LINEAR_ROPE | {"factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
 QWEN_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
+GEMMA4 = {"tie_word_embeddings": True, "head_dim": 16, "global_head_dim": 24, "sliding_window": 19,
+          "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0,
+          "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 32}
 GLM_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
            "routed_scaling_factor": 1.5, "n_shared_experts": 2}  # fmt: skip
 
@@ -56,6 +61,9 @@ FAMILIES = [
     Family("gemma", "gemma", {"head_dim": 16, "tie_word_embeddings": True}),
     Family("gemma2", "gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}),
     Family("gemma3", "gemma3_text", GEMMA | {"rope_parameters": BY_TYPE, "sliding_window_pattern": 2}),
+    Family("gemma4", "gemma4_text", GEMMA4 | K_IS_V),
+    Family("gemma4-one-head-size", "gemma4_text", GEMMA4 | {"global_head_dim": 16}),
+    Family("gemma4-moe", "gemma4_text", GEMMA4 | K_IS_V | GEMMA4_MOE),
     Family("gpt2", "gpt2", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
     Family("phi3", "phi3", {"sliding_window": 23}),
     Family(
@@ -142,13 +150,15 @@ def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family.model_type, **config), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name or ".ln_" in name:
+            if "norm" in name or ".ln_" in name or name.endswith("scale"):
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias") or name.endswith("sinks"):
                 parameter.normal_(0.0, 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size="20KB")
     write_tokenizer(folder)
     return folder

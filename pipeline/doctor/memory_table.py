@@ -152,7 +152,7 @@ def _checkpoint_bytes(config: ModelConfig) -> dict[str, int]:
     which also has a 4-bit zero.
     """
     linears = config.num_linear_parameters()
-    rest = 2 * (config.num_parameters() - linears)
+    rest = 2 * config.num_embedding_parameters()
     return {
         "16 bit": 2 * linears + rest,
         "8 bit": linears + 2 * linears // config.hidden_size + rest,

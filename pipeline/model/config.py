@@ -112,6 +112,8 @@ class ModelConfig:
         """Return why the model cannot be divided over this number of ranks, if it cannot."""
         if any(layer.qk_norm == "full" for layer in self.layers):
             return "its norms of queries and keys go over all heads, which would be on different GPUs"
+        if any(layer.experts and layer.experts.own_norms for layer in self.layers):
+            return "norms of its experts' outputs need whole sums, which would be on different GPUs"
         if self.num_heads % num_ranks:
             return f"its {self.num_heads} query heads are not divisible by it"
         for count in dict.fromkeys(self.heads(layer).num_kv_heads for layer in range(self.num_layers)):
@@ -132,7 +134,8 @@ class ModelConfig:
         names, spec, experts = self.names, self.layers[layer], self.layers[layer].experts
         num_kv_heads, head_dim = self.heads(layer)
         q, kv = self.num_heads * head_dim, num_kv_heads * head_dim
-        parts = {"qkv": (names.qkv, (q, kv, kv), self.hidden_size), "o": ((names.o,), (self.hidden_size,), q)}
+        qkv = (*names.qkv[:2], names.qkv[1]) if spec.v_is_k else names.qkv
+        parts = {"qkv": (qkv, (q, kv, kv), self.hidden_size), "o": ((names.o,), (self.hidden_size,), q)}
         if experts is None:
             parts |= self._feed_forward(names.gate_up, names.down, spec, self.intermediate_size)
         elif experts.shared_width:
@@ -219,9 +222,15 @@ class ModelConfig:
         return bytes_on_gpu(self.quantization, (self.hidden_size, *widths))
 
     def num_parameters(self) -> int:
-        """Return the number of parameters of linears and embeddings, without norms and biases."""
+        """Return the number of a checkpoint's parameters of linears and embeddings, without norms and biases."""
+        shared = [self.heads(index) for index, layer in enumerate(self.layers) if layer.v_is_k]
+        twice = self.hidden_size * sum(num_kv_heads * head_dim for num_kv_heads, head_dim in shared)
+        return self.num_linear_parameters() - twice + self.num_embedding_parameters()
+
+    def num_embedding_parameters(self) -> int:
+        """Return the number of parameters of the embeddings, including the output embedding if it is not tied."""
         positions = self.max_position * self.hidden_size if self.names.position else 0
-        return self.num_linear_parameters() + positions + self.size.head_parameters * (1 if self.tie_embeddings else 2)
+        return positions + self.size.head_parameters * (1 if self.tie_embeddings else 2)
 
     def parameters_text(self) -> str:
         """Describe the number of parameters, also of those that compute a token if there are experts."""
@@ -233,7 +242,7 @@ class ModelConfig:
         return f"{text}, of which a token uses {active / 1e6:,.1f} million"
 
     def num_linear_parameters(self) -> int:
-        """Return the number of parameters of the layers' linears."""
+        """Return the number of parameters of the layers' linears, as loaded: of `LayerSpec.v_is_k` twice."""
         return self.size.linear_parameters
 
 

@@ -23,7 +23,7 @@ from pipeline.kernels.memory import on_device
 from pipeline.kernels.ranks import ONE_RANK, OneRank
 from pipeline.model.config import ModelConfig
 from pipeline.model.layer_spec import Activation
-from pipeline.model.load import LayerWeights, WeightReader
+from pipeline.model.load import ExpertNorms, LayerWeights, WeightReader
 from pipeline.model.lora import Adapters
 from pipeline.model.offload import LayerOffload
 from pipeline.model.routed import RoutedExperts
@@ -126,13 +126,16 @@ class DecoderLayer:
             qk_norm = qk_norm[0].to(device, norm_dtype(config, dtype)), qk_norm[1].to(device, norm_dtype(config, dtype))
         self.qk_norm_D = qk_norm if spec.qk_norm == "head" else None
         self._full_qk_norm = qk_norm if spec.qk_norm == "full" else None
+        self._residual_scale = weights.residual_scale
         self.qkv: Linear = prepared(kernels, weights.qkv)
         self.o: Linear = kernels.prepare_linear(weights.o)
         self.gate_up: Linear | None = None if weights.gate_up is None else prepared(kernels, weights.gate_up)
         self.down: Linear | None = None if weights.down is None else kernels.prepare_linear(weights.down)
         self.routed: RoutedExperts | None = None
-        if weights.routed is not None and spec.experts is not None:
-            self.routed = RoutedExperts(weights.routed, spec.experts.routing, spec.activation, kernels)
+        if (routed := weights.routed) is not None and spec.experts is not None:
+            norms = None if routed.norms is None else ExpertNorms._make(map(on_device, routed.norms))
+            routed = replace(routed, norms=norms)
+            self.routed = RoutedExperts(routed, spec.experts.routing, spec.activation, config.norm_eps, kernels)
         # A linear that rounds its inputs provides kernels that write them rounded. A router reads them as they are.
         read_by = self.qkv, self.gate_up if self.routed is None else None, self.down
         self.before_qkv, self.before_gate_up, self.before_down = (
@@ -149,6 +152,9 @@ class DecoderLayer:
             self.kernels.rms_norm(qkv_TK[:, :q], self._full_qk_norm[0], c.norm_eps)
             self.kernels.rms_norm(qkv_TK[:, q : q + kv_width], self._full_qk_norm[1], c.norm_eps)
         qkv_TMD = qkv_TK.view(-1, c.num_heads + 2 * num_kv_heads, head_dim)
+        if self.spec.v_norm:
+            v_TKD = qkv_TMD[:, -num_kv_heads:]
+            v_TKD.copy_(F.rms_norm(v_TKD, (head_dim,), eps=c.norm_eps))
         q_TND = self.kernels.norm_rope_write(
             qkv_TMD, cos_TD2, sin_TD2, self.qk_norm_D, c.norm_eps, cache, slot_mapping_T
         )
@@ -158,7 +164,9 @@ class DecoderLayer:
         cache, scores = kv.layers[self.index], (self.scale, self.window, self.softcap, self.sinks_N)
         return self.ranks.sum(self.o(self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1)))
 
-    def feed_forward(self, x_TH: Any) -> torch.Tensor:
+    def feed_forward(self, x_TH: Any, residual_TH: torch.Tensor) -> torch.Tensor:
+        """Return the feed-forward of `x_TH`, which comes from `before_gate_up`. residual_TH: its input before the
+        norm."""
         y_TH: torch.Tensor | None = None
         if self.gate_up is not None and self.down is not None:
             up_TF = self.gate_up(x_TH)
@@ -167,7 +175,7 @@ class DecoderLayer:
             else:
                 y_TH = self.down(_ACTIVATIONS[self.spec.activation](up_TF))
         if self.routed is not None:
-            y_TH = self.routed(x_TH, y_TH)
+            y_TH = self.routed(x_TH, residual_TH, y_TH)
         assert y_TH is not None, "a layer has a feed-forward, or experts"
         return self.ranks.sum(y_TH)
 
@@ -192,7 +200,10 @@ class DecoderLayer:
             q_TND, residual_TH, attn_metadata = q_TND[rows], residual_TH[rows], attn_metadata.rows(row_R)
         x_TH = self._post_norm(self.attend(q_TND, attn_metadata, kv), self.attn_post_norm)
         normed_TH, residual_TH = add_norm(c, self.before_gate_up, x_TH, residual_TH, self.mlp_norm)
-        return self._post_norm(self.feed_forward(normed_TH), self.mlp_post_norm), residual_TH
+        x_TH = self._post_norm(self.feed_forward(normed_TH, residual_TH), self.mlp_post_norm)
+        if self.spec.residual_scale:
+            x_TH, residual_TH = x_TH.mul_(self._residual_scale), residual_TH.mul_(self._residual_scale)
+        return x_TH, residual_TH
 
     def _post_norm(self, x_TH: torch.Tensor, norm: Norm | None) -> torch.Tensor:
         if norm is None:
@@ -332,11 +343,13 @@ def _lookup_table(embedding: LinearWeight, dtype: torch.dtype) -> LinearWeight:
 
 def _is_fusable(config: ModelConfig) -> bool:
     """Return whether `FusedLayerLoop` computes such layers: with RMSNorm before attention and feed-forward, norms of
-    heads, heads of one shape, and a gate."""
+    heads, heads of one shape, and a gate; without norms of values and factors of the residual."""
     return config.norm_kind == "rms" and not any(
         layer.heads
         or layer.rope.query_beta
         or layer.qk_norm == "full"
+        or layer.v_norm
+        or layer.residual_scale
         or not layer.pre_norm
         or not layer.is_gated
         or layer.experts

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA, Routing
-from pipeline.model.layer_spec import Activation, ExpertSpec, LayerSpec, TensorNames
+from pipeline.model.layer_spec import Activation, ExpertSpec, Heads, LayerSpec, TensorNames
 from pipeline.model.rope import NO_ROPE, Rope
 from pipeline.model.unsupported import ON_A_SERVER
 from pipeline.weights.config_fields import Fields
@@ -169,6 +169,64 @@ def _gemma_fields(f: FamilyFields, layers: tuple[LayerSpec, ...]) -> dict[str, A
     biased = tuple(replace(spec, qkv_bias=bias, o_bias=bias) for spec in layers)
     scale = {"embedding_scale": f.hidden**0.5, "rounds_embedding_scale": True}
     return {"layers": biased, "norm_offset": 1.0} | scale
+
+
+def _gemma4(f: FamilyFields) -> dict[str, Any]:
+    """The last layer has full attention, whatever `layer_types` has for it. Layers of full attention have heads of
+    their own size."""
+    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):
+        if f.integer(key, 0, 1 << 20):
+            reason = "layers that share keys and values, or have inputs of their own, are not supported (E2B, E4B)"
+            raise f.refuse(key, f"0, because {reason}. {ON_A_SERVER}")
+    if f.values.get("use_bidirectional_attention") not in (None, "vision"):  # "vision" is causal for text
+        reason = "encoders are not supported"
+        raise f.refuse("use_bidirectional_attention", f'null or "vision", because {reason}. {ON_A_SERVER}')
+    types = [*f.layer_types(lambda layer: (layer + 1) % 6 == 0)[:-1], FULL]
+    layers = tuple(_gemma4_layer(f, own, kind) for own, kind in zip(_gemma4_heads(f, types), types, strict=True))
+    if f.flag("enable_moe_block"):
+        width, shared_width = (f.integer(key, 1, 1 << 20) for key in ("moe_intermediate_size", "intermediate_size"))
+        fields = {"width": width, "shared_width": shared_width, "own_norms": True, "expert_scale": True}
+        layers = tuple(replace(each, experts=f.experts(each, **fields)[0].experts) for each in layers)
+    scale = {"embedding_scale": f.hidden**0.5, "rounds_embedding_scale": True}
+    return {"layers": layers, "logit_softcap": f.optional("final_logit_softcapping")} | scale
+
+
+def _gemma4_heads(f: FamilyFields, types: Sequence[str]) -> list[dict[str, Any]]:
+    """Return head_dim and num_key_value_heads of each layer, where they differ from the model's: as `per_layer_config`
+    has them, else the keys for layers of full attention."""
+    if "per_layer_config" in f.values:
+        given = f.section("per_layer_config")
+        keys = {key.lstrip("0") or "0": key for key in given.values}
+        own = [given.section(keys.pop(str(layer))).values if str(layer) in keys else {} for layer in range(f.layers)]
+        if keys or any(values.keys() - {"head_dim", "num_key_value_heads"} for values in own):
+            raise f.refuse("per_layer_config", "only head_dim and num_key_value_heads, by number of the layer")
+        return own
+    full = {"head_dim": f.integer("global_head_dim", 2, 1 << 12)}
+    if f.flag("attention_k_eq_v") and f.values.get("num_global_key_value_heads") is not None:
+        full["num_key_value_heads"] = f.values["num_global_key_value_heads"]
+    return [full if kind == FULL else {} for kind in types]
+
+
+def _gemma4_layer(f: FamilyFields, own: dict[str, Any], kind: str) -> LayerSpec:
+    """Return a layer without experts. own: its values that replace those of config.json."""
+    each = FamilyFields(f.values | own, f.path)
+    heads = Heads(each.kv_heads, each.head_dim) if (each.kv_heads, each.head_dim) != (f.kv_heads, f.head_dim) else None
+    ropes = f.section("rope_parameters").values or _GEMMA4_ROPES
+    rope = each.rope(rope_scaling=None, rope_parameters=Fields(ropes, f.path, "rope_parameters").section(kind).values)
+    window, bias = f.integer("sliding_window", 1, 1 << 31), f.flag("attention_bias")
+    return f.spec(
+        rope=replace(rope, head_dim=heads and heads.head_dim),
+        scale=1.0,
+        heads=heads,
+        window=None if kind == FULL else window,
+        post_norm=True,
+        qk_norm="head",
+        v_norm=True,
+        v_is_k=kind == FULL and f.flag("attention_k_eq_v"),
+        residual_scale=True,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
 
 
 def _gpt2(f: FamilyFields) -> dict[str, Any]:
@@ -358,6 +416,8 @@ _GEMMA = _ALL | {"hidden_size": 3072, "intermediate_size": 24576, "num_hidden_la
 _GEMMA2 = _GEMMA | {"hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8,
                     "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window": 4096,
                     "hidden_activation": "gelu_pytorch_tanh"}  # fmt: skip
+_GEMMA4_ROPES = {FULL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+                 SLIDING: {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
 _MINISTRAL_ROPE = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
                    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
                    "llama_4_scaling_beta": 0.1}  # fmt: skip
@@ -383,6 +443,15 @@ FAMILIES: dict[str, Family] = {
                                               "rope_theta": 1e6, "rope_local_base_freq": 10000.0,
                                               "sliding_window_pattern": 6},
                           _GEMMA2_NAMES, {"hidden_act": "hidden_activation"}),
+    "gemma4_text": Family(
+        _gemma4,
+        _GEMMA2 | {"vocab_size": 262144, "num_hidden_layers": 30, "max_position_embeddings": 131072,
+                   "sliding_window": 512, "global_head_dim": 512, "attention_k_eq_v": False, "enable_moe_block": False,
+                   "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 256},
+        TensorNames(mlp_norm="pre_feedforward_layernorm", router="router.proj", expert="experts.{}.", shared="mlp.",
+                    packed_experts="by_outputs"),
+        {"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
+    ),
     "gpt2": Family(
         _gpt2,
         {"vocab_size": 50257, "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
@@ -477,7 +546,7 @@ FAMILIES: dict[str, Family] = {
                 "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": True, "num_experts": 128,
                 "num_experts_per_tok": 4, "swiglu_alpha": CLAMPED_ALPHA, "swiglu_limit": CLAMP,
                 "rope_theta": 150000.0, "rope_parameters": _GPT_OSS_ROPE},
-        TensorNames(router="mlp.router", expert="mlp.experts.", has_packed_experts=True),
+        TensorNames(router="mlp.router", packed_experts="by_inputs"),
     ),
     "internlm3": Family(_internlm3, _ALL | {"vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48,
                                         "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768,

@@ -15,8 +15,10 @@ GATED: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")
 class ExpertSpec:
     """Experts of a layer: feed-forwards of `width` of which a router chooses some for each token.
 
-    router_bias: of the router's logits. choice_bias: of the choice alone. shared_width: of an expert that computes all
-    tokens; 0: none. shared_gate: its output is multiplied by the sigmoid of a linear of the token. is_share: the widths
+    router_bias: of the router's logits. choice_bias: of the choice alone. expert_scale: each expert's weight is
+    multiplied by a stored factor. shared_width: of an expert that computes all tokens; 0: none. shared_gate: its output
+    is multiplied by the sigmoid of a linear of the token. own_norms: router and experts read the layer's residual, each
+    through a norm, and the outputs of experts and shared expert pass a norm before they are added. is_share: the widths
     are a rank's share.
     """
 
@@ -25,8 +27,10 @@ class ExpertSpec:
     routing: Routing
     router_bias: bool = False
     choice_bias: bool = False
+    expert_scale: bool = False
     shared_width: int = 0
     shared_gate: bool = False
+    own_norms: bool = False
     is_share: bool = False
 
     @property
@@ -53,7 +57,9 @@ class LayerSpec:
 
     heads: None: those of the model. window: keys that a query sees; None: all. scale: factor of the attention scores.
     softcap: bound of the scores by softcap * tanh(score / softcap); 0: none. pre_norm, post_norm: norms before and
-    after attention and feed-forward. qk_norm: norm of queries and keys, of each head or over all heads. is_gated: the
+    after attention and feed-forward. qk_norm: norm of queries and keys, of each head or over all heads. v_norm: norm of
+    each head's values, without weights. v_is_k: values are projected by the keys' linear; norms and rotation of keys do
+    not apply to them. residual_scale: a stored factor of the layer's output, residual included. is_gated: the
     feed-forward computes activation(gate) * up, else activation(up). sinks: attention has a sink per query head
     (`kernels.contract`). experts: None: one feed-forward for all tokens.
     """
@@ -66,6 +72,9 @@ class LayerSpec:
     pre_norm: bool = True
     post_norm: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"
+    v_norm: bool = False
+    v_is_k: bool = False
+    residual_scale: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -90,8 +99,10 @@ class TensorNames:
 
     qkv, gate_up: the linears that are fused here, or the one that the checkpoint has for them. position: table of
     learned positions; empty: none. is_transposed: linears are stored as (inputs, outputs). expert, shared: what the
-    names of an expert's linears follow; braces hold its index. has_packed_experts: one tensor holds a linear of all
-    experts, transposed, with gate and up interleaved, or its MXFP4 form.
+    names of an expert's linears follow; braces hold its index. packed_experts: one tensor may hold a linear of all
+    experts: "by_inputs": as (experts, inputs, outputs) with gate and up interleaved, or in MXFP4; "by_outputs": as
+    (experts, outputs, inputs) with gate before up. router_norm, expert_norm, expert_post_norm, shared_post_norm: see
+    `ExpertSpec.own_norms`.
     """
 
     embedding: str = "embed_tokens"
@@ -108,13 +119,19 @@ class TensorNames:
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
     mlp_post_norm: str = "post_feedforward_layernorm"
+    residual_scale: str = "layer_scalar"
     is_transposed: bool = False
     sinks: str = "self_attn.sinks"
     router: str = "mlp.gate"
     choice_bias: str = "mlp.gate.e_score_correction_bias"
+    router_norm: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+    expert_norm: str = "pre_feedforward_layernorm_2"
+    expert_post_norm: str = "post_feedforward_layernorm_2"
+    shared_post_norm: str = "post_feedforward_layernorm_1"
     expert: str = "mlp.experts.{}."
     expert_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
-    has_packed_experts: bool = False
+    packed_experts: Literal["never", "by_inputs", "by_outputs"] = "never"
     shared: str = "mlp.shared_expert."
     shared_gate: str = "mlp.shared_expert_gate"

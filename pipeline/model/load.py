@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,24 +34,38 @@ CPU = torch.device("cpu")
 # Prefixes of the decoder's tensors and of the head, the first one found. Checkpoints made for embeddings may have none.
 PREFIXES = {"model.": "", "model.language_model.": "", "language_model.model.": "language_model.", "transformer.": "",
             "": ""}  # fmt: skip
-IMAGE_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+ENCODERS = ("vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.")
+ENCODERS += tuple(f"model.{name}" for name in ENCODERS)
 PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")
+
+
+class ExpertNorms(NamedTuple):
+    """Norms of experts (`ExpertSpec.own_norms`): of the inputs of router and experts, and of the outputs of experts and
+    shared expert."""
+
+    router: Norm
+    expert: Norm
+    expert_post: Norm
+    shared_post: Norm
 
 
 @dataclass(frozen=True)
 class RoutedWeights:
-    """Weights of a layer's experts and of their router. choice_bias_E: see `Routing`. shared_gate: (1, H)."""
+    """Weights of a layer's experts and of their router. choice_bias_E: see `Routing`. scale_E: factors of the experts'
+    weights. shared_gate: (1, H)."""
 
     router: DenseWeight
     choice_bias_E: torch.Tensor | None
+    scale_E: torch.Tensor | None
     shared_gate: DenseWeight | None
+    norms: ExpertNorms | None
     experts: ExpertWeights
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     """Weights of a layer. qk_norm: of queries and keys, per head or over all heads. gate_up, down: None if the layer
-    has experts and none of them is shared."""
+    has experts and none of them is shared. residual_scale: factor of the layer's output."""
 
     qkv: LinearWeight
     o: LinearWeight
@@ -62,6 +76,7 @@ class LayerWeights:
     mlp_norm: Norm | None
     mlp_post_norm: Norm | None
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
+    residual_scale: float = 1.0
     sinks_N: torch.Tensor | None = None
     routed: RoutedWeights | None = None
 
@@ -223,7 +238,7 @@ class WeightReader:
         self.embedding_name = f"{self.prefix}{embedding}"
         self.head_name = f"{PREFIXES[self.prefix]}lm_head"
         if self.prefix not in ("model.", ""):
-            self.checkpoint.skip_parts(IMAGE_PARTS)
+            self.checkpoint.skip_parts(ENCODERS)
         unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
         self.checkpoint.skip_parts(tuple(f"{self.prefix}{config.names.layer.format(layer)}" for layer in unused))
         self._head_names = {name for name in self.checkpoint.left if name.startswith(f"{self.head_name}.")}
@@ -302,6 +317,9 @@ class WeightReader:
                 mlp_norm=self._norm(f"{prefix}{names.mlp_norm}") if spec.pre_norm else None,
                 mlp_post_norm=self._norm(f"{prefix}{names.mlp_post_norm}") if spec.post_norm else None,
                 qk_norm=self._qk_norm(prefix, spec, heads, order_D),
+                residual_scale=float(self._copied(f"{prefix}{names.residual_scale}", (1,)))
+                if spec.residual_scale
+                else 1.0,
                 sinks_N=self._copied(f"{prefix}{names.sinks}", (self.config.num_heads,)) if spec.sinks else None,
                 routed=None if spec.experts is None else self._routed(index, prefix, spec.experts),
             )
@@ -311,37 +329,64 @@ class WeightReader:
         bias_E = self._copied(f"{prefix}{names.router}.bias", size[:1]) if spec.router_bias else None
         router = DenseWeight(self._copied(f"{prefix}{names.router}.weight", size), bias_E)
         choice_bias_E = self._copied(f"{prefix}{names.choice_bias}", size[:1]) if spec.choice_bias else None
+        scale_E = self._copied(f"{prefix}{names.expert_scale}", size[:1]) if spec.expert_scale else None
         shared_gate = f"{prefix}{names.shared_gate}.weight"
         gate = DenseWeight(self._copied(shared_gate, (1, size[1]))) if spec.shared_gate else None
-        if names.has_packed_experts:
-            experts = self._packed_experts(layer, f"{prefix}{names.expert}", spec)
+        bias, packed = self.config.layers[layer].mlp_bias, f"{prefix}{names.expert.replace('{}.', '')}"
+        if names.packed_experts == "by_inputs":
+            experts = self._interleaved_experts(packed, spec)
+        elif names.packed_experts == "by_outputs" and f"{packed}gate_up_proj" in self.checkpoint:
+            experts = self._packed_experts(packed, spec)
         else:
-            bias = self.config.layers[layer].mlp_bias
             each = [self.config.expert_linears(layer, expert) for expert in range(spec.num_experts)]
             gate_up = tuple(_one_form(self._fused(linears["gate_up"], bias)) for linears in each)
             experts = ExpertWeights(gate_up, tuple(self._fused(linears["down"], bias) for linears in each))
-        return RoutedWeights(router, choice_bias_E, gate, experts)
+        norms = self._expert_norms(prefix) if spec.own_norms else None
+        return RoutedWeights(router, choice_bias_E, scale_E, gate, norms, experts)
 
-    def _packed_experts(self, layer: int, prefix: str, spec: ExpertSpec) -> ExpertWeights:
-        """Read experts of which one tensor holds a linear of all. The outputs of gate and up are interleaved."""
+    def _expert_norms(self, prefix: str) -> ExpertNorms:
+        """Read the norms of experts. The router's inputs are also divided by the root of their number."""
+        names, hidden = self.config.names, self.config.hidden_size
+        router_H = self._copied(f"{prefix}{names.router_norm}", (hidden,)).float() * hidden**-0.5
+        others = names.expert_norm, names.expert_post_norm, names.shared_post_norm
+        return ExpertNorms(Norm(router_H), *(self._norm(f"{prefix}{name}") for name in others))
+
+    def _packed_experts(self, prefix: str, spec: ExpertSpec) -> ExpertWeights:
+        """Read experts of which one tensor holds a linear of all, as (experts, outputs, inputs)."""
+        width, hidden = spec.width, self.config.hidden_size
+
+        def read(name: str, shape_ENK: tuple[int, int, int]) -> tuple[LinearWeight, ...]:
+            stored_ENK = self.checkpoint.read_float(f"{prefix}{name}", shape_ENK)
+            return self._rounded(f"{prefix}{name}", [DenseWeight(stored_NK) for stored_NK in stored_ENK])
+
+        gate_up = read("gate_up_proj", (spec.num_experts, 2 * width, hidden))
+        return ExpertWeights(gate_up, read("down_proj", (spec.num_experts, hidden, width)))
+
+    def _interleaved_experts(self, prefix: str, spec: ExpertSpec) -> ExpertWeights:
+        """Read experts of which one tensor holds a linear of all, as (experts, inputs, outputs). The outputs of gate
+        and up are interleaved."""
         width, hidden = spec.width, self.config.hidden_size
         order_N = torch.arange(2 * width).view(-1, 2).t().flatten().to(self.checkpoint.device)
-        gate_up = self._packed(f"{prefix}gate_up_proj", (spec.num_experts, 2 * width, hidden))
-        down = self._packed(f"{prefix}down_proj", (spec.num_experts, hidden, width))
-        return ExpertWeights(tuple(select_outputs(weight, order_N) for weight in gate_up), tuple(down))
+        gate_up = self._by_inputs(f"{prefix}gate_up_proj", (spec.num_experts, 2 * width, hidden))
+        down = self._by_inputs(f"{prefix}down_proj", (spec.num_experts, hidden, width))
+        return ExpertWeights(tuple(select_outputs(weight, order_N) for weight in gate_up), down)
 
-    def _packed(self, name: str, shape_ENK: tuple[int, int, int]) -> list[LinearWeight]:
+    def _by_inputs(self, name: str, shape_ENK: tuple[int, int, int]) -> tuple[LinearWeight, ...]:
         num_experts, outputs, inputs = shape_ENK
         bias_EN = self._copied(f"{name}_bias", (num_experts, outputs))
         if isinstance(self.config.quantization, Mxfp4Format):
             prefix, _, linear = name.rpartition(".")
             stored = StoredLinear(prefix, (outputs, inputs), self.checkpoint)
-            return [*read_expert_blocks(stored, linear, num_experts, bias_EN)]
+            return tuple(read_expert_blocks(stored, linear, num_experts, bias_EN))
         stored_EKN = self.checkpoint.read_float(name, (num_experts, inputs, outputs))
-        dense = [DenseWeight(stored_KN.t(), bias_N) for stored_KN, bias_N in zip(stored_EKN, bias_EN, strict=True)]
+        pairs = zip(stored_EKN, bias_EN, strict=True)
+        return self._rounded(name, [DenseWeight(stored_KN.t(), bias_N) for stored_KN, bias_N in pairs])
+
+    def _rounded(self, name: str, experts: Sequence[DenseWeight]) -> tuple[LinearWeight, ...]:
+        """Return the experts' weights of the linear `name`, quantized if that is done at load."""
         if isinstance(self.config.quantization, RoundToNearest):
-            return [self.config.quantization.quantize(each, name) for each in dense]
-        return [*dense]
+            return tuple(self.config.quantization.quantize(each, name) for each in experts)
+        return tuple(experts)
 
     def _qk_norm(
         self, prefix: str, spec: LayerSpec, heads: Heads, order_D: torch.Tensor | None

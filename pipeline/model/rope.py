@@ -1,4 +1,5 @@
-"""Rotary positions: the options of config.json, for the scalings default, linear, llama3, yarn and longrope.
+"""Rotary positions: the options of config.json, for the scalings default, linear, llama3, yarn, longrope and
+proportional.
 
 Formulas: RoFormer (arXiv 2104.09864); llama3 as in Meta's Llama 3.1 reference; yarn arXiv 2309.00071; longrope arXiv
 2402.13753. Reads the config layouts of transformers 5 (`rope_parameters`) and of earlier checkpoints (`rope_theta` and
@@ -12,14 +13,14 @@ from typing import Any
 
 from pipeline.errors import ModelError
 
-SERVED = ("default", "linear", "llama3", "yarn", "longrope")
+SERVED = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions of a layer. rotary_dim: rotated values of a head, the first ones; None: all.
-    interleaved: pairs are neighbours, as in GPT-J, and not values half of `rotary_dim` apart. head_dim: size of the
-    heads; None: the model's.
+    """Rotary positions of a layer. rotary_dim: rotated values of a head, the first ones, or in "proportional" those of
+    the first pairs; None: all. interleaved: pairs are neighbours, as in GPT-J, and not values half of `rotary_dim`
+    apart, or half of the head in "proportional". head_dim: size of the heads; None: the model's.
 
     short_factors, long_factors: divisors of each frequency (longrope), for sequences within `original_max_position` and
     beyond; `uses_long` selects them once for an engine (`for_length`). query_beta: queries at position p are multiplied
@@ -65,7 +66,8 @@ class Rope:
             raise ModelError(f"{path}: rope scaling {kind!r:.200}: expected one of {', '.join(SERVED)}")
         if any(isinstance(value, dict) for value in scaling.values()):
             raise ModelError(f"{path}: separate rope_parameters per layer type are not supported by this family")
-        return _Options(scaling, path, max_position).read(kind, _rotary_dim(config, scaling, path, head_dim), head_dim)
+        rotary_dim = _rotary_dim(config, scaling, path, head_dim, is_rounded=kind == "proportional")
+        return _Options(scaling, path, max_position).read(kind, rotary_dim, head_dim)
 
 
 NO_ROPE = Rope(rotary_dim=0)
@@ -84,8 +86,8 @@ class _Options:
         rope = Rope(theta, kind, rotary_dim=rotary_dim)
         if kind == "default":
             return rope
-        if kind == "linear":
-            return replace(rope, factor=self.number("factor", None))
+        if kind in ("linear", "proportional"):
+            return replace(rope, factor=self.number("factor", None if kind == "linear" else 1.0))
         original = int(self.number("original_max_position_embeddings", float(self.max_position), low=1.0))
         if kind == "longrope":
             return self.longrope(replace(rope, original_max_position=original), (rotary_dim or head_dim) // 2)
@@ -138,13 +140,15 @@ class _Options:
         return float(value)
 
 
-def _rotary_dim(config: dict[str, Any], scaling: dict[str, Any], path: Path, head_dim: int) -> int | None:
-    """Return the number of rotated values of a head; None: all."""
+def _rotary_dim(
+    config: dict[str, Any], scaling: dict[str, Any], path: Path, head_dim: int, is_rounded: bool
+) -> int | None:
+    """Return the number of rotated values of a head; None: all. is_rounded: round it down to pairs."""
     share = scaling.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     share = 1.0 if share is None else share
     if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
         raise ModelError(f"{path}: partial_rotary_factor = {share!r:.200}: expected a number above 0, up to 1")
-    rotary_dim = int(head_dim * share)
+    rotary_dim = 2 * int(head_dim * share // 2) if is_rounded else int(head_dim * share)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ModelError(f"{path}: partial_rotary_factor = {share}: expected an even share of head_dim = {head_dim}")
     return None if rotary_dim == head_dim else rotary_dim

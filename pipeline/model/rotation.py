@@ -31,26 +31,28 @@ class RotationTables:
 def rotary_order(rope: Rope, head_dim: int) -> torch.Tensor | None:
     """Return for each value of a head the stored value that it holds; None: as stored.
 
-    Kernels rotate value i together with value i + D / 2. If only the first R values are rotated, a checkpoint pairs i
-    with i + R / 2, or 2i with 2i + 1 if interleaved. So the first and the second values of these pairs move to the
-    beginnings of the halves of the head.
+    Kernels rotate value i together with value i + D / 2, as checkpoints with "proportional" positions. In others, if
+    only the first R values are rotated, i is paired with i + R / 2, or 2i with 2i + 1 if interleaved. So the first and
+    the second values of these pairs move to the beginnings of the halves of the head.
     """
     rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
-    if rotary_dim == 0 or (rotary_dim == head_dim and not rope.interleaved):
+    if rope.kind == "proportional" or rotary_dim == 0 or (rotary_dim == head_dim and not rope.interleaved):
         return None
     rotated_R, rest = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
     pairs = rotated_R.view(-1, 2).t() if rope.interleaved else rotated_R.view(2, -1)
     return torch.cat([pairs, rest.view(2, -1)], dim=1).flatten()
 
 
-def inverse_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:
-    """Return (rotary_dim / 2,) float32: radians per position for each rotated pair."""
-    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:
+    """Return radians per position for each rotated pair of a head, in float32."""
+    rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
+    whole = head_dim if rope.kind == "proportional" else rotary_dim
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / whole
     if rope.kind == "longrope":
         factors = torch.tensor(rope.long_factors if rope.uses_long else rope.short_factors)
         return 1.0 / (factors * rope.theta**exponent)
     inverse = 1.0 / (rope.theta**exponent)
-    if rope.kind == "linear":
+    if rope.kind in ("linear", "proportional"):
         return inverse / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, inverse)
@@ -61,13 +63,13 @@ def inverse_frequencies(rope: Rope, rotary_dim: int) -> torch.Tensor:
 
 def cos_and_sin(rope: Rope, head_dim: int, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cos and sin, each (num_positions, head_dim / 2) float32. Pairs that are not rotated have cos 1, sin 0."""
-    rotary_dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
     cos_PD2, sin_PD2 = torch.ones(num_positions, head_dim // 2), torch.zeros(num_positions, head_dim // 2)
-    if rotary_dim:
+    if rope.rotary_dim != 0:
         positions_P = torch.arange(num_positions, dtype=torch.float32)
-        angles_PR = torch.outer(positions_P, inverse_frequencies(rope, rotary_dim))
-        cos_PD2[:, : rotary_dim // 2] = angles_PR.cos() * rope.attention_factor
-        sin_PD2[:, : rotary_dim // 2] = angles_PR.sin() * rope.attention_factor
+        angles_PR = torch.outer(positions_P, inverse_frequencies(rope, head_dim))
+        num_pairs = angles_PR.shape[1]
+        cos_PD2[:, :num_pairs] = angles_PR.cos() * rope.attention_factor
+        sin_PD2[:, :num_pairs] = angles_PR.sin() * rope.attention_factor
     return cos_PD2, sin_PD2
 
 

@@ -7,7 +7,7 @@ _REASONS = {
     "some of its layers are Gated DeltaNet": "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe olmo_hybrid",
     "some of its layers are Mamba": "mamba mamba2 falcon_mamba nemotron_h bamba jamba zamba2 falcon_h1 "
     "granitemoehybrid",
-    "its layers differ in head size, or share keys and values": "gemma3n gemma3n_text gemma4 gemma4_text",
+    "some of its layers share keys and values": "gemma3n gemma3n_text",
     "layers of its form are not implemented yet": "cohere cohere2 glm gpt_neox gpt_bigcode falcon phi opt "
     "bloom stablelm",
     "it reads images or audio": "llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe "

@@ -63,7 +63,9 @@ def check_plain(source: Path) -> ModelConfig:
     if (source / GGUF_TABLE).is_file():
         raise ModelError(f"{source}: is made of a GGUF file; use the safetensors checkpoint that it was made from")
     config = as_stored(read_config(source), source)
-    if config.names.is_transposed or any(x.heads or x.rope.rotary_dim or x.rope.interleaved for x in config.layers):
+    if config.names.is_transposed or any(
+        x.heads or x.v_norm or x.rope.rotary_dim or x.rope.interleaved for x in config.layers
+    ):
         raise ModelError(f"{source}: models of this family cannot be quantized here yet; serve the 16-bit checkpoint")
     if config.size.experts is not None:
         raise ModelError(

@@ -37,6 +37,9 @@ FULL = {
 LAYER_TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 BOTH = [FULL, FULL | LAYER_TYPES]
 GELU = {"hidden_activation": "gelu_pytorch_tanh"}
+GEMMA4 = {"hidden_size_per_layer_input": 0, "global_head_dim": 24, "num_global_key_value_heads": 1,
+          "attention_k_eq_v": True, "final_logit_softcapping": 4.0, "enable_moe_block": True, "num_experts": 5,
+          "top_k_experts": 3, "moe_intermediate_size": 24}  # fmt: skip
 QWEN_MOE = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True,
             "decoder_sparse_step": 2, "mlp_only_layers": [1]}  # fmt: skip
 FAMILIES: dict[str, list[dict[str, Any]]] = {
@@ -49,6 +52,7 @@ FAMILIES: dict[str, list[dict[str, Any]]] = {
                               "final_logit_softcapping": 4.0} for each in BOTH],
     "gemma3_text": [each | GELU | {"query_pre_attn_scalar": 24, "rope_local_base_freq": 7e3,
                                    "sliding_window_pattern": 2} for each in BOTH],
+    "gemma4_text": [{k: v for k, v in each.items() if k != "rope_theta"} | GELU | GEMMA4 for each in BOTH],
     "gpt2": [{"vocab_size": VOCAB, "n_embd": 256, "n_inner": 48, "n_layer": 3, "n_head": 8, "n_positions": 999,
               "activation_function": "relu", "layer_norm_epsilon": 1e-6, "tie_word_embeddings": False,
               "scale_attn_weights": False, "torch_dtype": "bfloat16"}],
@@ -107,7 +111,8 @@ def test_a_missing_key_has_the_value_of_the_config_class(tmp_path: Path, family:
         bare = {"model_type": family}
         found = ours(tmp_path, bare)
         assert found == as_transformers_has_it(tmp_path, bare)
-        assert (found is None) == (family == "glm4_moe")  # its default heads do not divide its default hidden size
+        # The default heads do not divide the default hidden size, or the default layers have inputs of their own.
+        assert (found is None) == (family in ("glm4_moe", "gemma4_text"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

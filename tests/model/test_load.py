@@ -77,6 +77,9 @@ def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, m
         load(folder)
 
 
+GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -85,6 +88,16 @@ def test_a_wrong_tensor_is_named(folder: Path, change, intermediate_size: int, m
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"partial_rotary_factor": 0.1}, "partial_rotary_factor = 0.1: expected an even share"),
         ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        (GEMMA4 | {"num_kv_shared_layers": 1}, r"num_kv_shared_layers = 1: expected 0, .*E2B, E4B"),
+        (GEMMA4 | {"hidden_size_per_layer_input": 8}, r"hidden_size_per_layer_input = 8: expected 0, .*E2B, E4B"),
+        ({"model_type": "gemma4_text"}, "hidden_size_per_layer_input = 256: expected 0"),
+        (GEMMA4 | {"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all': expected null or"),
+        (GEMMA4 | {"per_layer_config": {"2": {}}}, "per_layer_config = .*: expected only head_dim"),
+        (GEMMA4 | {"per_layer_config": {"1": {"sliding_window": 9}}}, "per_layer_config = .*: expected only head_dim"),
+        (
+            GEMMA4 | {"per_layer_config": {"01": {"num_key_value_heads": 3}}},
+            "num_key_value_heads = 3: expected a divisor",
+        ),
         ({"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0]}}, "short_factor"),
         ({"model_type": "smollm3", "no_rope_layers": [2, 1]}, "no_rope_layers"),
         (

@@ -26,6 +26,8 @@ TESTED = {
     "llama-linear-bias-tied": {"targets": ALL, "use_rslora": True},
     "qwen3": {"targets": ALL, "rank_pattern": {"k_proj": 2, r"layers\.1\.mlp\.up_proj": 7}},
     "gemma3": {"targets": "k_proj|gate_proj|down_proj", "alpha_pattern": {"gate_proj": 3.0}},
+    "gemma4": {"targets": "q_proj|k_proj|o_proj"},
+    "gemma4-moe": {"targets": "k_proj|mlp.*_proj"},
     "gpt2": {"targets": "c_attn|c_fc|c_proj", "fan_in_fan_out": True},
     "phi3": {"targets": "qkv_proj|gate_up_proj"},
     "phi3-long-partial": {"targets": ALL},

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Gemma3Config, Mistral3Config
+from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma4Config, Mistral3Config
 
 from pipeline.errors import ModelError
 from tests.model_folders import MINISTRAL_ROPE, VOCAB, small_config, write_tokenizer
@@ -21,13 +21,24 @@ ENCODER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "
            "image_size": 16, "patch_size": 8}  # fmt: skip
 GEMMA3_TEXT = TEXT | {"sliding_window": 19, "query_pre_attn_scalar": 24,
                       "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}  # fmt: skip
-Config = Gemma3Config | Mistral3Config
+GEMMA4_TEXT = GEMMA3_TEXT | {"global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+                             "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+                             "pad_token_id": 0}  # fmt: skip
+AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16,
+         "subsampling_conv_channels": [4, 4]}  # fmt: skip
+Config = Gemma3Config | Gemma4Config | Mistral3Config
 
 
 def gemma3() -> Config:
     return Gemma3Config(
         text_config=GEMMA3_TEXT, vision_config=ENCODER, mm_tokens_per_image=1, image_token_index=VOCAB - 1
     )
+
+
+def gemma4() -> Config:
+    vision = {"head_dim": 8, "num_key_value_heads": 2, "position_embedding_size": 64} | ENCODER
+    tokens = {f"{kind}_token_id": VOCAB - 1 + number for number, kind in enumerate(("image", "video", "audio"))}
+    return Gemma4Config(text_config=GEMMA4_TEXT, vision_config=vision, audio_config=AUDIO, **tokens)
 
 
 def mistral3(text_type: str, is_tied: bool, **text: Any) -> Config:
@@ -40,6 +51,7 @@ def mistral3(text_type: str, is_tied: bool, **text: Any) -> Config:
 
 CONFIGS: dict[str, Callable[[], Config]] = {
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "mistral3": lambda: mistral3("ministral3", False, rope_parameters=MINISTRAL_ROPE),
     "mistral3, tied": lambda: mistral3("ministral3", True, rope_parameters=MINISTRAL_ROPE),
     "mistral3 of mistral": lambda: mistral3("mistral", False, sliding_window=21),
@@ -48,7 +60,9 @@ SAVED = "language_model.model."
 
 
 def under_model(name: str) -> str:
-    """Return a saved name in the layout whose modules, but for the head, are all under `model.`."""
+    """Return a saved name in the layout whose modules, but for the head, are all under `model.`, as Gemma 4 saves."""
+    if name.startswith("model."):
+        return name
     if name == "language_model.lm_head.weight":
         return "lm_head.weight"
     return f"model.language_model.{name.removeprefix(SAVED)}" if name.startswith(SAVED) else f"model.{name}"
@@ -86,9 +100,13 @@ def test_logits_of_text(written: tuple[Path, Any], layout: str, tmp_path: Path) 
     assert float(difference) < LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["model.layers.9.mlp.up_proj.weight", "audio_tower.proj.weight"])
+@pytest.mark.parametrize("name", ["model.layers.9.mlp.up_proj.weight", "speech_tower.proj.weight"])
 def test_a_tensor_that_is_no_image_part_is_an_error(written: tuple[Path, Any], name: str, tmp_path: Path) -> None:
-    is_renamed = "multi_modal_projector.norm.weight", "multi_modal_projector.mm_soft_emb_norm.weight"
+    is_renamed = (
+        "multi_modal_projector.norm.weight",
+        "multi_modal_projector.mm_soft_emb_norm.weight",
+        "model.embed_vision.embedding_projection.weight",
+    )
     folder = renamed(written[0], tmp_path / "m", lambda stored: name if stored in is_renamed else stored)
     with pytest.raises(ModelError, match=rf"1 tensors are not part of this architecture: {re.escape(name)}"):
         float32_engine(folder)

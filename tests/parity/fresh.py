@@ -77,21 +77,24 @@ def vary(family: Family, config: dict[str, Any], rng: np.random.Generator) -> di
     if family.model_type == "gemma3_text":
         local = {"rope_type": "default", "rope_theta": float(rng.choice([100.0, 10000.0]))}
         drawn["rope_parameters"] = {"full_attention": drawn_rope(rng), "sliding_attention": local}
+    if family.model_type == "gemma4_text":
+        drawn |= drawn_full_attention(config["num_attention_heads"], rng)
     if family.model_type == "smollm3":
         drawn["no_rope_layers"] = rng.integers(0, 2, layers).tolist()
     if family.model_type == "gpt2":
         drawn["activation_function"] = str(rng.choice(["gelu_new", "relu", "silu", "gelu"]))
         intermediate = config.pop("intermediate_size")  # transformers reads only n_inner
         drawn["n_inner"] = intermediate if rng.random() < 0.5 else None
-    if key := next((key for key in EXPERTS if key in config or key in known), None):
+    if key := next((key for key in EXPERTS if key in config or known.get(key)), None):
         groups = int(rng.integers(1, 4)) if family.model_type == "glm4_moe" else 1
         experts = groups * int(rng.integers(2, 6))
-        drawn |= {key: experts, "num_experts_per_tok": int(rng.integers(1, experts // groups + 1))}
+        top_k = "top_k_experts" if "top_k_experts" in known else "num_experts_per_tok"
+        drawn |= {key: experts, top_k: int(rng.integers(1, experts // groups + 1))}
         drawn |= {"n_group": groups, "topk_group": int(rng.integers(1, groups + 1))} if groups > 1 else {}
         config = {name: value for name, value in config.items() if name not in ("n_group", "topk_group")}
     if family.model_type in ("starcoder2", "arcee"):
         drawn["hidden_act"] = str(rng.choice(["gelu_pytorch_tanh", "relu", "relu2", "silu"]))
-    if family.model_type not in ("gpt2", "gemma3_text", "phi3", "ministral3", "olmo3", "glm4_moe"):
+    if family.model_type not in ("gpt2", "gemma3_text", "gemma4_text", "phi3", "ministral3", "olmo3", "glm4_moe"):
         drawn["rope_parameters"] = drawn_rope(rng)
     return config | drawn
 
@@ -101,6 +104,20 @@ FLAGS = ("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bi
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 FACTORS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def drawn_full_attention(num_heads: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Draw what the layers of full attention of Gemma 4 have of their own."""
+    rope = {"rope_type": "proportional", "rope_theta": float(rng.choice([100.0, 1e6]))}
+    share = {"partial_rotary_factor": float(rng.choice([0.25, 0.4, 1.0])), "factor": float(rng.choice([1.0, 8.0]))}
+    local = {"rope_type": "default", "rope_theta": float(rng.choice([100.0, 10000.0]))}
+    return {
+        "global_head_dim": int(rng.choice([8, 16, 24, 48])),
+        "num_global_key_value_heads": int(rng.choice([n for n in (1, 2, 3, 4) if num_heads % n == 0])),
+        "attention_k_eq_v": bool(rng.random() < 0.7),
+        "rope_parameters": {"full_attention": rope | share, "sliding_attention": local},
+        "final_logit_softcapping": float(rng.uniform(1, 8)) if rng.random() < 0.7 else None,
+    }
 
 
 def drawn_rope(rng: np.random.Generator) -> dict[str, Any]:

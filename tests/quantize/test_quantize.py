@@ -242,7 +242,7 @@ def test_a_quantized_family_computes_what_its_weights_say(pipe, data, tmp_path, 
     assert float(difference) < LOGIT_TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "phi3-long-partial", "ernie4-5"])
+@pytest.mark.parametrize("name", ["gpt2", "phi3-long-partial", "ernie4-5", "gemma4-one-head-size"])
 def test_a_family_that_cannot_be_quantized_is_refused(pipe, tmp_path, name):
     base = make_family(tmp_path, next(family for family in FAMILIES if family.name == name), 2)
     code, _, err = pipe("quantize", str(base), "--output", str(tmp_path / "out"), "--method", "int8")

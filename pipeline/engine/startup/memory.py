@@ -69,7 +69,7 @@ def weight_bytes(
     experts = config.size.expert_parameters
     linears = config.num_linear_parameters() - experts
     if device.type != "cpu":
-        embeddings = (config.num_parameters() - linears - experts) * dtype.itemsize
+        embeddings = config.num_embedding_parameters() * dtype.itemsize
         if isinstance(config.quantization, GgufFormat) and config.tie_embeddings:  # a quantized table and a 16-bit head
             embeddings += int(config.vocab_size * config.hidden_size * _table_bytes(config.quantization.embedding, 0))
         packed, expert_bytes = _bytes_per_parameter(config, dtype, keeps_dense, activations)

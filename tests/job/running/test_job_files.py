@@ -52,7 +52,8 @@ def test_a_job_file_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def write_family(folder: Path, name: str) -> Path:
     """Write a small random checkpoint for the job file `name`, with a chat template."""
-    family = next(each for each in FAMILIES if each.name == {"gemma": "gemma3"}.get(name, name))
+    variants = {"gemma": "gemma3", "gemma4": "gemma4-moe"}
+    family = next(each for each in FAMILIES if each.name == variants.get(name, name))
     if name != "gpt-oss":
         made = make_family(folder, family, seed=3)
         (made / "chat_template.jinja").write_text(GEMMA)
@@ -67,11 +68,12 @@ def write_family(folder: Path, name: str) -> Path:
 HARMONY = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"
 SETS = {
     "mixtral": ["model.quantization=none"],  # the small model's sizes are no multiples of a group
+    "gemma4": ["model.quantization=none"],
     "gpt-oss": ["sampling.thinking_token_budget=4", "sampling.max_tokens=64"],  # a random model never ends its analysis
 }
 
 
-@pytest.mark.parametrize("name", ["gemma", "gpt2", "mixtral", "gpt-oss"])
+@pytest.mark.parametrize("name", ["gemma", "gemma4", "gpt2", "mixtral", "gpt-oss"])
 def test_the_job_file_of_a_family_runs_and_resumes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     folder = write_family(tmp_path / "model", name)
