@@ -34,6 +34,10 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
     yield from _check_ranks(job)
     if job.server is not None:
         yield from _with_server(job, job.server)
+    elif job.prompt.images:
+        yield "prompt.images", "needs a server; our own engine reads only text"
+    elif job.images.model_fields_set:
+        yield "images", "has no effect without a server; remove it"
     elif job.cost.usd_per_million is not None:
         yield "cost.usd_per_million", "needs a server; the price of our engine is hourly_usd"
     if job.task.type == "generate":
@@ -118,7 +122,7 @@ def _with_server(job: JobKeys, server: ServerSection) -> Iterator[Contradiction]
         if name in job.task.model_fields_set:
             yield f"task.{name}", unused
     if job.task.type == "embed" and (job.prompt.messages is not None or job.prompt.chat is not None):
-        key = "messages" if job.prompt.messages is not None else "chat"
+        key = "messages" if job.prompt.messages is not None else "images" if job.prompt.images else "chat"
         yield f"prompt.{key}", "is not supported with a server and task embed, which sends texts; use template"
     if job.task.type == "embed" and job.task.dimensions is None:
         yield "task.dimensions", "required with a server: the length of the server's vectors"

@@ -10,6 +10,7 @@ from pydantic import Field, StringConstraints
 from pipeline.checkpoints.locate import NO_CHECKPOINT
 from pipeline.config.sections.data import InputSection, OutputSection
 from pipeline.config.sections.engine import EngineSection
+from pipeline.config.sections.images import ImagesSection
 from pipeline.config.sections.kubernetes import KubernetesSection
 from pipeline.config.sections.limits import CostSection, QualitySection
 from pipeline.config.sections.model import ModelSection
@@ -60,6 +61,11 @@ class JobKeys(ConfigSection):
     prompt: PromptSection = Field(
         description="Source of a row's prompt: one of template, column and messages.",
         examples=[{"template": "Summarize: {text}"}, {"column": "text"}],
+    )
+    images: ImagesSection = Field(
+        default=ImagesSection(),
+        description="Images of prompts, which need a server.",
+        examples=[{"max_pixels": 1_000_000}],
     )
     model: Annotated[ModelSection, or_word(WORDS["model"], ModelSection, ModelPath)] = Field(
         description="Checkpoint. A bare word is its path: `model: Qwen/Qwen3-4B`. With server it is optional: "

@@ -5,9 +5,11 @@ checked in `tokenization/chat_messages.py`.
 """
 
 import base64
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import pyarrow as pa
 
@@ -15,7 +17,7 @@ from pipeline.data.columns import is_list, is_text
 
 # Fields of a message that hold media.
 _MEDIA = ("audio", "image", "images", "video", "videos", "file", "files")
-_IMAGES = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+IMAGE_REFERENCE = "image:"  # url of a part that refers to one of the row's images
 _PARTS = ("image", "image_url", "video_url", "audio_url", "input_audio", "file")  # types of parts, and their keys
 _CALLS = ("tool_calls", "function_call")
 _SERVED = "only text is supported: content as text, or as parts of type 'text'"
@@ -51,20 +53,58 @@ def plain_message(message: object, position: str) -> dict[str, Any]:
     return {"role": role, "content": content, **rest}
 
 
-def media_message(message: object, position: str) -> dict[str, Any]:
-    """Return a message for a server, with its parts as they are: null keys dropped, and bytes as data urls. A part
-    `{type: image, image: BYTES}` becomes OpenAI's `image_url`. Raises MessageRefused."""
+def media_message(message: object, position: str, images: list[bytes]) -> dict[str, Any]:
+    """Return a message for a server, with its parts as they are: null keys dropped, and bytes as data urls.
+
+    An image in the message, as a data url or as a part `{type: image, image: BYTES}`, is appended to `images`, and its
+    part refers to it (`image_part`). Other urls are left to the server. Raises MessageRefused.
+    """
     if not isinstance(message, dict):
         raise MessageRefused(f"{position}: expected an object with role and content")
     if not isinstance(role := message.get("role"), str) or not role.strip():
         raise MessageRefused(f"{position}: role is missing")
     if not isinstance(message.get("content"), str | list | None):
         raise MessageRefused(f"{position}: content is neither text nor a list of parts")
-    given = {key: _for_server(value, f"{position}: {key}") for key, value in message.items() if value is not None}
+    given = {
+        key: _for_server(value, f"{position}: {key}", images) for key, value in message.items() if value is not None
+    }
     return {"role": role, "content": None, **given}
 
 
-def _for_server(value: Any, position: str) -> Any:
+def image_part(image: bytes) -> dict[str, Any]:
+    """Return a part that refers to an image by its hash, so that equal prompts have equal images."""
+    return {"type": "image_url", "image_url": {"url": f"{IMAGE_REFERENCE}{hashlib.sha256(image).hexdigest()}"}}
+
+
+def image_of_data_url(url: str, position: str) -> bytes:
+    """Return the content of a data url. Raises MessageRefused."""
+    head, comma, data = url.partition(",")
+    if not comma or not data:
+        raise MessageRefused(f"{position}: a url without data")
+    try:
+        return base64.b64decode(data, validate=True) if head.endswith(";base64") else unquote_to_bytes(data)
+    except ValueError as error:
+        raise MessageRefused(f"{position}: a data url whose base64 is not valid: {error}") from None
+
+
+def _image_url_part(part: dict[str, Any], position: str, images: list[bytes]) -> dict[str, Any]:
+    media = part["image_url"]
+    url = media.get("url") if isinstance(media, dict) else media
+    if not isinstance(url, str | bytes):
+        raise MessageRefused(f"{position}.image_url: expected an object with a url")
+    if isinstance(url, str) and url.partition(":")[0] in ("http", "https"):
+        return part
+    if isinstance(url, str) and not url.startswith("data:"):
+        raise MessageRefused(f"{position}.image_url.url: expected a data: or https: url, got {url[:40]!r}")
+    found = url if isinstance(url, bytes) else image_of_data_url(url, f"{position}.image_url.url")
+    if not found:
+        raise MessageRefused(f"{position}.image_url.url: 0 bytes, expected the content of an image")
+    images.append(found)
+    rest = {key: value for key, value in media.items() if key != "url"} if isinstance(media, dict) else {}
+    return {**part, "image_url": {**rest, **image_part(found)["image_url"]}}
+
+
+def _for_server(value: Any, position: str, images: list[bytes]) -> Any:
     if isinstance(value, dict):
         kind = value.get("type")
         if kind in _PARTS:
@@ -74,19 +114,28 @@ def _for_server(value: Any, position: str) -> Any:
                 raise MessageRefused(f"{position}: a part of type {kind!r} whose {kind} is null, missing or empty")
             if isinstance(url, str) and (not url or (url.startswith("data:") and url.endswith(","))):
                 raise MessageRefused(f"{position}.{kind}.url: a url without data")
+        value = {key: inner for key, inner in value.items() if inner is not None}
         if kind == "image" and isinstance(value["image"], bytes):
-            return {"type": "image_url", "image_url": {"url": _data_url(value["image"], position)}}
-        return {key: _for_server(inner, f"{position}.{key}") for key, inner in value.items() if inner is not None}
+            images.append(value["image"])
+            return image_part(value["image"])
+        if kind == "image_url":
+            value = _image_url_part(value, position, images)
+        return {key: _for_server(inner, f"{position}.{key}", images) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_for_server(inner, f"{position}[{i}]") for i, inner in enumerate(value)]
+        return [_for_server(inner, f"{position}[{i}]", images) for i, inner in enumerate(value)]
     return _data_url(value, position) if isinstance(value, bytes) else value
 
 
 def _data_url(raw: bytes, position: str) -> str:
     if not raw:
-        raise MessageRefused(f"{position}: 0 bytes, expected the content of an image or another file")
-    kind = next((kind for start, kind in _IMAGES.items() if raw.startswith(start)), "application/octet-stream")
-    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+        raise MessageRefused(f"{position}: 0 bytes, expected the content of a file")
+    return f"data:application/octet-stream;base64,{base64.b64encode(raw).decode()}"
+
+
+def has_media(message: object) -> bool:
+    """Return whether a message has parts other than text, which only a server may read."""
+    content = message.get("content") if isinstance(message, dict) else None
+    return isinstance(content, list) and any(isinstance(part, dict) and part.get("type") in _PARTS for part in content)
 
 
 def refusal_of_type(t: pa.DataType, media: bool = False) -> str | None:

@@ -157,7 +157,7 @@ def parse(template: str, dotted: tuple[str, ...] = ()) -> tuple[tuple[str, ...],
     """Split a template into literals and the fields between them.
 
     dotted: columns with dots in their names; a field refers to the longest of them that its name begins with. Raises
-    ConfigError if the template is malformed or has no field.
+    ConfigError if the template is malformed.
     """
     try:
         template.encode()
@@ -174,9 +174,13 @@ def parse(template: str, dotted: tuple[str, ...] = ()) -> tuple[tuple[str, ...],
             fields.append(_field(piece["name"], piece["form"] or "", dotted))
             literals.append("")
         at = piece.end()
+    return tuple(literals), tuple(fields)
+
+
+def check_names_column(fields: tuple[Field, ...]) -> None:
+    """Raise ConfigError if a template has no fields."""
     if not fields:
         raise ConfigError(f"prompt.template: names no column, so every prompt would be the same{_HINT}")
-    return tuple(literals), tuple(fields)
 
 
 def in_template(name: str) -> str:

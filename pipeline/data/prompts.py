@@ -6,7 +6,7 @@ template.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import field as of_dataclass
 from itertools import repeat
@@ -16,9 +16,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
+from pipeline.data.image_columns import EXPECTED, MAX_IMAGE_BYTES, NotRead, holds_images, images_of
 from pipeline.data.json_text import BadJson, parse_json
-from pipeline.data.messages import MessageRefused, media_message, plain_message, refusal_of_type
-from pipeline.data.prompt_template import Field, NoText, in_template, parse
+from pipeline.data.messages import MessageRefused, image_part, media_message, plain_message, refusal_of_type
+from pipeline.data.prompt_template import Field, NoText, check_names_column, in_template, parse
 from pipeline.errors import ConfigError, RowError
 
 MAX_BYTES = 8 * 1024 * 1024
@@ -40,6 +41,7 @@ class PromptSpec:
     defaults: Mapping[str, str] = of_dataclass(default_factory=dict)  # texts for nulls, by field name
     refused: str | None = None  # text column with the reason why a row is refused, or null
     in_pieces: bool = False  # render a template as a JSON list of literals and values, alternating
+    images: tuple[str, ...] = ()  # columns of images; the prompts are then messages as JSON
     media: bool = False  # messages may have parts other than text, which a server reads
     dotted: tuple[str, ...] = ()  # input columns with dots in their names: {a.b} may be one, or a field of {a}
 
@@ -50,6 +52,8 @@ class PromptSpec:
             raise ConfigError("prompt.special_tokens: template requires prompt.template")
         if self.messages is not None and self.defaults:
             raise ConfigError("prompt.fill_null: only works with prompt.template or prompt.column, not with messages")
+        if self.template is not None and not self.images:
+            check_names_column(self.parts[1])
         names = [] if self.messages is not None else [field.name for field in self.parts[1]]
         for name in self.defaults:
             if name not in names:
@@ -83,20 +87,28 @@ class PromptSpec:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that rendering reads, each once."""
-        refused = () if self.refused is None else (self.refused,)
+        more = self.images if self.refused is None else (self.refused,)
         if self.template is not None:
-            return (*dict.fromkeys(field.column for field in self.parts[1]), *refused)
-        return (self.column or self.messages or "", *refused)
+            return tuple(dict.fromkeys([*(field.column for field in self.parts[1]), *more]))
+        return tuple(dict.fromkeys([self.column or self.messages or "", *more]))
 
     def check(self, schema: pa.Schema) -> None:
         """Raise ConfigError if prompts cannot be rendered from the columns of `schema`."""
         for name in self.columns:
             if name not in schema.names:
                 raise ConfigError(f"prompt: the input has no column {name!r}{did_you_mean(name, schema.names)}")
-            if not _has_text_form(schema.field(name).type):
+            if name in self.images:
+                if not holds_images(kind := schema.field(name).type):
+                    raise ConfigError(f"prompt.images: column {name!r} is {kind}, {EXPECTED}")
+            elif not _has_text_form(schema.field(name).type):
                 raise ConfigError(f"prompt: column {name!r} is {schema.field(name).type}, which has no text form")
         for field in () if self.template is None else self.parts[1]:
-            field.check(schema)
+            if field.column not in self.images:
+                field.check(schema)
+            elif field.path or field.form:
+                raise ConfigError(
+                    f"prompt.template: {{{field.name}}}: a column of prompt.images has no fields or format"
+                )
         if self.column is not None and not is_text(schema.field(self.column).type):
             raise ConfigError(
                 f"prompt.column {self.column!r} is {schema.field(self.column).type}, expected text; "
@@ -111,11 +123,13 @@ class PromptSpec:
 
 @dataclass(frozen=True)
 class Rendered:
-    """Rendered rows. Each list has one entry per row: a prompt, or a RowError code and an error message."""
+    """Rendered rows. Each list has one entry per row: a prompt with its images, or a RowError code and an error
+    message."""
 
     prompts: list[str | None]
     errors: list[str | None]
     messages: list[str | None]
+    images: list[list[bytes]]
 
 
 class _Refused(Exception):
@@ -129,16 +143,19 @@ class _Refused(Exception):
 def template_columns(template: str) -> tuple[str, ...]:
     """Return the columns that a template names, each once, in order. Raises ConfigError if it is malformed or names
     none."""
-    return tuple(dict.fromkeys(field.column for field in parse(template)[1]))
+    fields = parse(template)[1]
+    check_names_column(fields)
+    return tuple(dict.fromkeys(field.column for field in fields))
 
 
 def render(table: pa.Table, spec: PromptSpec, max_bytes: int | None = None) -> Rendered:
-    """Render the rows of `table`. With `max_bytes`, stop before the prompts exceed it, but after at least one row.
+    """Render the rows of `table`. With `max_bytes`, stop before prompts and images exceed it, but after at least one
+    row.
 
     A bad row becomes an error entry, never an exception.
     """
     make_rows = _text_rows if spec.messages is None else _messages_rows
-    out, num_bytes = Rendered([], [], []), 0
+    out, num_bytes = Rendered([], [], [], []), 0
     # batches keep most of the columns out of Python objects, which take more memory
     for batch in table.to_batches(max_chunksize=1024):
         refused = repeat(None) if spec.refused is None else batch.column(spec.refused).to_pylist()
@@ -146,16 +163,17 @@ def render(table: pa.Table, spec: PromptSpec, max_bytes: int | None = None) -> R
             try:
                 if problem is not None:
                     raise _Refused(RowError.INVALID_REQUEST, problem)
-                prompt, code, message = make_prompt(), None, None
+                (prompt, images), code, message = make_prompt(), None, None
             except _Refused as e:
-                prompt, code, message = None, str(e.code), str(e)
+                (prompt, images), code, message = (None, []), str(e.code), str(e)
             if max_bytes is not None:
-                num_bytes += len((prompt or "").encode())
+                num_bytes += len((prompt or "").encode()) + sum(map(len, images))
                 if num_bytes > max_bytes and out.prompts:
                     return out
             out.prompts.append(prompt)
             out.errors.append(code)
             out.messages.append(message)
+            out.images.append(images)
     return out
 
 
@@ -163,25 +181,30 @@ def _text_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
     literals, fields = spec.parts
     literal_bytes = sum(len(text.encode()) for text in literals)
     columns = []
-    for field in dict.fromkeys(fields):
+    for field in dict.fromkeys(field for field in fields if field.column not in spec.images):
         default = spec.defaults.get(field.name)
         values = field.values(table, lambda column: text_bytes(column, spec.max_bytes))
         columns.append((field, values if default is None else [default.encode() if v is None else v for v in values]))
     for i in range(table.num_rows):
         values = {field: column[i] for field, column in columns}
-        yield lambda values=values: _fill(literals, fields, values, literal_bytes, spec)
+        images = {name: lambda name=name, i=i: table.column(name)[i].as_py() for name in spec.images}
+        yield lambda values=values, images=images: _fill(literals, fields, values, images, literal_bytes, spec)
 
 
 def _fill(
     literals: tuple[str, ...],
     fields: tuple[Field, ...],
     values: dict[Field, "bytes | TooLarge | NoText | None"],
+    images: dict[str, Callable[[], Any]],
     literal_bytes: int,
     spec: PromptSpec,
-) -> str:
+) -> tuple[str, list[bytes]]:
+    """Return the prompt and its images. images: return the value of each column of images."""
     decoded: dict[Field, str] = {}
     size = literal_bytes
     for field in fields:
+        if field.column in images:
+            continue
         value = values[field]
         if value is None:
             raise _Refused(RowError.NULL_PROMPT, f"column {field.name!r} is null")
@@ -192,13 +215,62 @@ def _fill(
     for field, value in values.items():
         assert isinstance(value, bytes)  # TooLarge fails the size check
         decoded[field] = _decode(value, field.name)
-    if not any(text.strip() for text in decoded.values()) and not _is_prompt_without_values(literals, fields, spec):
+    if (
+        decoded
+        and not any(text.strip() for text in decoded.values())
+        and not _is_prompt_without_values(literals, fields, spec)
+    ):
         named = ", ".join(repr(field.name) for field in decoded)
         raise _Refused(RowError.EMPTY_PROMPT, f"only whitespace in {named}")
+    if spec.images:
+        return _turn_with_images(literals, fields, decoded, images)
     out = [literals[0]]
     for field, literal in zip(fields, literals[1:], strict=True):
         out += (decoded[field], literal)
-    return json.dumps(out, ensure_ascii=False) if spec.in_pieces else "".join(out)
+    return json.dumps(out, ensure_ascii=False) if spec.in_pieces else "".join(out), []
+
+
+def _turn_with_images(
+    literals: tuple[str, ...],
+    fields: tuple[Field, ...],
+    decoded: dict[Field, str],
+    images: dict[str, Callable[[], Any]],
+) -> tuple[str, list[bytes]]:
+    """Return the user's turn as messages in JSON, and its images: those that the template does not name come first."""
+    found = {name: _row_images(value(), name) for name, value in images.items()}
+    named = {field.column for field in fields}
+    before = [image for name, some in found.items() if name not in named for image in some]
+    parts, all_images = [image_part(image) for image in before], before
+    text = literals[0]
+    for field, literal in zip(fields, literals[1:], strict=True):
+        if field.column not in found:
+            text += decoded[field] + literal
+            continue
+        parts += [{"type": "text", "text": text}] if text.strip() else []
+        parts += [image_part(image) for image in found[field.column]]
+        all_images, text = all_images + found[field.column], literal
+    parts += [{"type": "text", "text": text}] if text.strip() else []
+    return json.dumps([{"role": "user", "content": parts}], ensure_ascii=False, separators=(",", ":")), all_images
+
+
+def _row_images(value: Any, name: str) -> list[bytes]:
+    try:
+        images = images_of(value, f"column {name!r}")
+    except NotRead as problem:
+        raise _Refused(RowError.IMAGE_NOT_READ, str(problem)) from None
+    except MessageRefused as problem:
+        raise _Refused(RowError.INVALID_IMAGE, str(problem)) from None
+    if not images:
+        raise _Refused(RowError.NULL_PROMPT, f"column {name!r} has no image")
+    _check_images(images)
+    return images
+
+
+def _check_images(images: list[bytes]) -> None:
+    size = sum(map(len, images))
+    if size > MAX_IMAGE_BYTES:
+        reason = f"{size} bytes of images, expected at most {MAX_IMAGE_BYTES} before they are scaled down"
+        raise _Refused(RowError.PROMPT_TOO_LARGE, reason)
 
 
 def _is_prompt_without_values(literals: tuple[str, ...], fields: tuple[Field, ...], spec: PromptSpec) -> bool:
@@ -317,17 +389,22 @@ def _messages_rows(table: pa.RecordBatch, spec: PromptSpec) -> Iterator[Any]:
     name = spec.messages or ""
     column = table.column(name)
     if is_text(column.type):
-        for value in _small_bytes(column.cast(pa.binary()), spec.max_bytes):
+        for value in _small_bytes(column.cast(pa.binary()), _max_json_bytes(spec)):
             yield lambda value=value: _messages_from_json(value, name, spec)
     else:
         for i in range(len(column)):
             yield lambda i=i: _messages(_nested(column, i), name, spec)
 
 
-def _messages_from_json(value: bytes | TooLarge | None, name: str, spec: PromptSpec) -> str:
+def _max_json_bytes(spec: PromptSpec) -> int:
+    """Return the limit of a chat as JSON; with media, images in base64 are part of it."""
+    return spec.max_bytes + (MAX_IMAGE_BYTES * 4 // 3 if spec.media else 0)
+
+
+def _messages_from_json(value: bytes | TooLarge | None, name: str, spec: PromptSpec) -> tuple[str, list[bytes]]:
     if value is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
-    _check_size(len(value), spec.max_bytes)
+    _check_size(len(value), _max_json_bytes(spec))
     assert isinstance(value, bytes)
     text = _decode(value, name)
     if not text.strip():
@@ -341,8 +418,8 @@ def _messages_from_json(value: bytes | TooLarge | None, name: str, spec: PromptS
     return _messages(parsed, name, spec)
 
 
-def _messages(value: object, name: str, spec: PromptSpec) -> str:
-    """Return the canonical JSON of a chat: role and content first, null keys dropped."""
+def _messages(value: object, name: str, spec: PromptSpec) -> tuple[str, list[bytes]]:
+    """Return the canonical JSON of a chat, role and content first, null keys dropped, and its images."""
     if value is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
     if isinstance(value, bytes):
@@ -351,11 +428,20 @@ def _messages(value: object, name: str, spec: PromptSpec) -> str:
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {value.reason}")
     if not isinstance(value, list):
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: expected a list of messages")
+    images: list[bytes] = []
+    begin = f"column {name!r}, message " if spec.refused is None else "body.messages["
+    end = "" if spec.refused is None else "]"
     try:
-        normalize = media_message if spec.media else plain_message
-        messages = [normalize(message, f"column {name!r}, message {i}") for i, message in enumerate(value)]
+        messages = [
+            media_message(message, f"{begin}{i}{end}", images)
+            if spec.media
+            else plain_message(message, f"{begin}{i}{end}")
+            for i, message in enumerate(value)
+        ]
     except MessageRefused as e:
-        raise _Refused(RowError.INVALID_MESSAGES, str(e)) from None
+        code = RowError.INVALID_MESSAGES if spec.refused is None else RowError.INVALID_REQUEST
+        raise _Refused(code, str(e)) from None
+    _check_images(images)
     if not any(m["content"].strip() if isinstance(m["content"], str) else m["content"] for m in messages):
         raise _Refused(RowError.EMPTY_PROMPT, f"no message in {name!r} has any text")
     try:
@@ -364,4 +450,4 @@ def _messages(value: object, name: str, spec: PromptSpec) -> str:
     except (ValueError, RecursionError) as e:  # a lone surrogate, NaN, infinity, or too deep nesting
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {e}") from e
     _check_size(size, spec.max_bytes)
-    return text
+    return text, images

@@ -40,11 +40,13 @@ OWN_FIELDS = (
     pa.field("_expected", pa.string()),  # expected answer, or null
     pa.field("_texts", pa.string()),  # from `RowTexts`, or null
     pa.field("_adapter", pa.string()),  # from `RowAdapters`, or null
+    pa.field("_images", pa.list_(pa.binary())),  # files to which the parts of messages refer, in their order, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
 CUT_VERSION = 1  # raise it when a change of the code cuts the same input into other units
 UNIT_TOKENS = 100_000  # approximate max tokens of a unit: a minute of work
 MAX_STRETCH_BYTES = 1 << 30  # an Arrow string column holds at most 2 GiB
+IMAGE_TOKENS = 1500  # approximate tokens of an image, for the size of a unit
 MAX_BUDGET = 1 << 20  # limit of a row's max_tokens when estimating the size of a unit
 
 
@@ -248,6 +250,7 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
     adapters = _adapters(inputs, spec.adapters, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
     budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
+    budgets += IMAGE_TOKENS * np.array(list(map(len, rendered.images)), dtype=np.int64)
     encoded = _encoded(rendered.prompts, errors)
     cut = cut_units([p or b"" for p in encoded], budgets, spec.unit_tokens, spec.unit_rows, adapters)
     own = [
@@ -260,8 +263,10 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
         pa.array(_expected(inputs, spec.expected), pa.string()),
         pa.array(texts, pa.string()),
         pa.array(adapters, pa.string()),
+        pa.array([images or None for images in rendered.images], pa.list_(pa.binary())),
     ]
     del encoded
+    rendered.images.clear()
     kept = inputs.select(list(spec.kept))
     whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
     return _RenderedStretch(whole, cut)

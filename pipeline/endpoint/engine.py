@@ -12,11 +12,12 @@ import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.endpoint.client import PROBE_TIMEOUT_S, Client, Disconnected, ModelNames, NotSent
 from pipeline.endpoint.errors import BadAnswer, OtherModel, Overloaded, Rejected, failed
+from pipeline.endpoint.images.pool import ImagePool, ImageRefused
 from pipeline.endpoint.meter import NANO_USD, Bill, Meter, Reservation
 from pipeline.endpoint.rate_limit import RateLimit
 from pipeline.endpoint.server import Server, alone, command_of, free_port
@@ -33,6 +34,7 @@ LOOK_S = 0.5  # between reads of the servers' gauges
 RETRY_S = 0.5  # before a failed request is sent again; doubles with each try
 MAX_RETRY_S = 30.0
 PROBES = 5  # of a server after its failure, and at the start if no wait is likely to help
+MAX_IMAGE_BYTES = 256 << 20  # of decoded images, sent and waiting ones together
 MAX_REFUSED_S = 600.0  # of a row that a server refuses for load again and again, while it answers others
 MANY_OTHERS = 100
 MAX_PAUSE = 5.0  # of a server, in stall timeouts: after six, the run ends
@@ -46,6 +48,7 @@ class _WaitingRow:
     tries: int = 0
     finished: dict[int, tuple[Completion, int]] = field(default_factory=dict)  # samples, if computed one by one
     refused: tuple[float, int] | None = None  # when a server first refused it for load, and answers until then
+    image_bytes: int = 0  # of its decoded images
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class EndpointEngine:
         self._config, self._log = config, log
         self._loop = asyncio.new_event_loop()
         self._rows: collections.deque[_WaitingRow] = collections.deque()  # waiting
+        self._undecoded: collections.deque[_WaitingRow] = collections.deque()  # rows whose images are not decoded yet
+        self._decoding: set[asyncio.Task[None]] = set()
+        self._images = ImagePool(config.images)
+        self._image_bytes = 0
         self._finished: list[Completion] = []
         self._tasks: dict[asyncio.Task[bool], _SentRow] = {}
         self._has_finished = asyncio.Event()
@@ -111,7 +118,8 @@ class EndpointEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._rows or self._tasks or self._finished or self._failure or self._unusable)
+        is_decoding = self._undecoded or self._decoding
+        return bool(self._rows or self._tasks or is_decoding or self._finished or self._failure or self._unusable)
 
     @property
     def needed_usd(self) -> float:
@@ -156,7 +164,7 @@ class EndpointEngine:
         if request.control_token and not as_ids and not self._config.allow_control_tokens:
             self._finished.append(failed(request, RowError.CONTROL_TOKENS, _control_message(request)))
         else:
-            self._rows.append(_WaitingRow(request, now_us()))
+            (self._undecoded if request.images else self._rows).append(_WaitingRow(request, now_us()))
 
     def step(self) -> list[Completion]:
         """Return the rows that ended within a moment. If there are none, raises EnvironmentFailed if no server works,
@@ -179,6 +187,7 @@ class EndpointEngine:
         forgotten if these fail."""
         self._is_draining = True
         self._rows.clear()
+        self._undecoded.clear()
         self._end_waits()
 
     def abandon(self) -> None:
@@ -186,7 +195,7 @@ class EndpointEngine:
         self.drain()
         for task in self._tasks:
             task.cancel()
-        while tasks := [*self._tasks, *self._background, *self._probes.values()]:
+        while tasks := [*self._tasks, *self._decoding, *self._background, *self._probes.values()]:
             self._loop.run_until_complete(asyncio.wait(tasks))
 
     def stream(self, requests: Iterable[EndpointRequest]) -> Iterator[Completion]:
@@ -199,6 +208,7 @@ class EndpointEngine:
     def close(self) -> None:
         """Close the connections, and end a server that was started."""
         self.abandon()
+        self._loop.run_until_complete(self._images.close())
         for client in self._clients:
             self._loop.run_until_complete(client.close())
         if self._server is not None:
@@ -275,6 +285,7 @@ class EndpointEngine:
         """Send waiting rows to the servers with room in their windows, the one with the most room first."""
         if self._sends_no_more:
             return
+        self._decode_ahead()
         now_s = time.monotonic()
         room = {client: client.window.size(now_s) - self._num_sent[client] for client in self._up}
         while self._rows and room and room[client := max(room, key=room.__getitem__)] > 0:
@@ -289,6 +300,32 @@ class EndpointEngine:
             self._tasks[task] = sent
             task.add_done_callback(self._task_ended)
 
+    def _decode_ahead(self) -> None:
+        """Decode images until they fill the memory for them. Two rows for each process keep it busy."""
+        max_tasks = 2 * self._config.images.processes
+        while self._undecoded and len(self._decoding) < max_tasks and self._image_bytes < MAX_IMAGE_BYTES:
+            task = self._loop.create_task(self._decode(self._undecoded.popleft()))
+            self._decoding.add(task)
+            task.add_done_callback(self._decoding_ended)
+
+    def _decoding_ended(self, task: "asyncio.Task[None]") -> None:
+        self._decoding.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+        self._launch()
+
+    async def _decode(self, row: _WaitingRow) -> None:
+        request = row.request
+        try:
+            body, row.image_bytes = await self._images.body_with(request.body, request.images)
+        except ImageRefused as error:
+            code = RowError.PROMPT_TOO_LARGE if error.is_too_large else RowError.INVALID_IMAGE
+            self._finish(failed(request, code, str(error)))
+            return
+        row.request = replace(request, body=body, images=())
+        self._image_bytes += row.image_bytes
+        self._rows.append(row)
+
     def _task_ended(self, task: "asyncio.Task[bool]") -> None:
         sent = self._tasks.pop(task)
         sent.bill.void()  # still open if it was cancelled before its first statement: nothing was sent
@@ -298,6 +335,8 @@ class EndpointEngine:
             self._fail(error)
         elif (task.cancelled() or not task.result()) and not self._is_draining:
             self._rows.appendleft(sent.row)
+        else:
+            self._image_bytes -= sent.row.image_bytes
         if not self._tasks:
             self._has_finished.set()
         self._launch()
@@ -388,7 +427,7 @@ class EndpointEngine:
     def _end_waits(self) -> None:
         """Cancel everything but the open requests of rows."""
         waiting = [task for task, sent in self._tasks.items() if not sent.bill.is_open]
-        for task in (*waiting, *self._probes.values(), *self._background):
+        for task in (*waiting, *self._decoding, *self._probes.values(), *self._background):
             task.cancel()
 
     # -- servers

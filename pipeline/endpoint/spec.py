@@ -14,6 +14,17 @@ PATHS: dict[Route, str] = {"chat": "/chat/completions", "completion": "/completi
 
 
 @dataclass(frozen=True)
+class ImageOptions:
+    """Decoding of images: scaled down to max_pixels, and encoded in `format`, for JPEG with `quality`, by
+    `processes` processes."""
+
+    max_pixels: int = 1 << 20
+    format: Literal["jpeg", "png"] = "jpeg"
+    quality: int = 90
+    processes: int = 2
+
+
+@dataclass(frozen=True)
 class EndpointConfig:
     """Servers to send requests to: `urls` that run already, or the one that the command `serve` starts.
 
@@ -51,6 +62,7 @@ class EndpointConfig:
     accept_models: tuple[str, ...] = ()
     prices: Prices = field(default_factory=Prices)
     has_budget: bool = False
+    images: ImageOptions = ImageOptions()
 
     @property
     def model(self) -> str:
@@ -73,13 +85,15 @@ class EndpointConfig:
 class EndpointRequest:
     """One row to send. body: the request without the model's name, with the prompt as text. prompt_token_ids: the same
     prompt as tokens, for servers that accept them; empty if unknown. control_token: a control token that the server
-    would parse in the text; empty if there is none."""
+    would parse in the text; empty if there is none. images: content of the files that the body's parts refer to, in
+    their order."""
 
     row_id: object
     body: Mapping[str, Any]
     params: SamplingParams
     prompt_token_ids: tuple[int, ...] = ()
     control_token: str = ""
+    images: tuple[bytes, ...] = field(default=(), repr=False)
     quality: None = None
 
 

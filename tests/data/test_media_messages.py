@@ -1,6 +1,7 @@
 """Chats with images, which only a server reads: parts are passed through, bytes as data urls."""
 
 import base64
+import hashlib
 import json
 import re
 
@@ -21,8 +22,9 @@ PARTS = [
 def rendered(chats: pa.Array, media: bool = True) -> list[dict]:
     spec, table = PromptSpec(messages="chat", media=media), pa.table({"chat": chats})
     spec.check(table.schema)
-    (prompt,) = render(table, spec).prompts
-    return json.loads(prompt)
+    out = render(table, spec)
+    assert out.images in ([[]], [[PNG]])
+    return json.loads(out.prompts[0] or "")
 
 
 def test_images_of_a_column_reach_the_server():
@@ -30,8 +32,10 @@ def test_images_of_a_column_reach_the_server():
     text, url, raw = message["content"]
     assert text == {"type": "text", "text": "What is it?"}
     assert url == {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
-    prefix, _, data = raw["image_url"]["url"].partition(",")
-    assert (prefix, base64.b64decode(data)) == ("data:image/png;base64", PNG)
+    assert raw["image_url"]["url"] == f"image:{hashlib.sha256(PNG).hexdigest()}"
+    data = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(PNG).decode()}"}}
+    (message,) = rendered(pa.array([json.dumps([{"role": "user", "content": [data]}])]))
+    assert message["content"] == [raw]
 
 
 def test_a_chat_as_json_is_passed_through():
@@ -58,5 +62,14 @@ def test_a_part_without_its_data_is_refused(part, message):
 
 
 def test_our_own_engine_refuses_images():
+    chat = json.dumps([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}])
+    table = pa.table({"chat": [chat], "refused": pa.nulls(1, pa.string())})
+    for refused, code, name in (
+        (None, "invalid_messages", "column 'chat', message 0"),
+        ("refused", "invalid_request", r"body.messages\[0\]"),
+    ):
+        out = render(table, PromptSpec(messages="chat", refused=refused))
+        assert out.errors == [code]
+        assert re.match(rf"{name}: content\[0\] is a part of type 'image_url'; only text", out.messages[0] or "")
     with pytest.raises(ConfigError, match="only text is supported"):
         rendered(pa.array([[{"role": "user", "content": [{"type": "image", "image": PNG}]}]]), media=False)

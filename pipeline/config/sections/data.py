@@ -33,8 +33,8 @@ class InputSection(ConfigSection):
     )
     columns: Columns | None = Field(
         default=None,
-        description="Input columns to keep next to each completion; an empty list keeps none. Default: all (format "
-        "openai: custom_id, and encoding_format of embeddings).",
+        description="Input columns to keep next to each completion; an empty list keeps none. Default: all but "
+        "prompt.images (format openai: custom_id, and encoding_format of embeddings).",
         examples=[["ticket_id"]],
         json_schema_extra=IDENTITY,
     )

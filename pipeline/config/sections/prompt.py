@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.jobfile import Document, read_named
-from pipeline.config.values import IDENTITY, Column, ConfigSection, Moment, Switch
+from pipeline.config.values import IDENTITY, Column, Columns, ConfigSection, Moment, Switch
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -100,6 +100,13 @@ class PromptSection(ConfigSection):
         examples=["turns"],
         json_schema_extra=IDENTITY,
     )
+    images: Columns = Field(
+        default=(),
+        description="Columns of images, for a server: bytes, Hugging Face's structs of bytes and path, data urls, or "
+        "lists of these. They are sent in the user's turn, before the text, or at {column} in the template.",
+        examples=[["photo"]],
+        json_schema_extra=IDENTITY,
+    )
     chat: ChatSection | None = Field(
         default=None,
         description="Send the prompt through the model's chat template, as the user's turn. Default: plain text.",
@@ -130,10 +137,10 @@ class PromptSection(ConfigSection):
     @classmethod
     def _template_parses(cls, template: str | None) -> str | None:
         if template is not None:
-            from pipeline.data.prompts import template_columns
+            from pipeline.data.prompt_template import parse
 
             try:
-                template_columns(template)
+                parse(template)
             except ConfigError as error:
                 raise ValueError(error.problem("prompt.template")) from None
         return template
@@ -141,7 +148,7 @@ class PromptSection(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _messages_are_chat(cls, raw: object) -> object:
-        if isinstance(raw, dict) and raw.get("messages") is not None and raw.get("chat") is None:
+        if isinstance(raw, dict) and (raw.get("messages") or raw.get("images")) and raw.get("chat") is None:
             return {**raw, "chat": {}}
         return raw
 
@@ -151,16 +158,17 @@ class PromptSection(ConfigSection):
         if len(given) != 1:
             found = " and ".join(given) if given else "none of them"
             raise ValueError(f"expected exactly one of template, column, messages; got {found}")
+        if self.messages is not None and self.images:
+            raise ValueError("images: needs template or column; the chats of messages have their own images")
         if self.special_tokens == "template" and (self.template is None or self.chat is not None):
             raise ValueError(
                 "special_tokens: template needs a prompt.template that is sent as plain text; column and messages hold "
                 "data, and with chat the chat template writes the control tokens"
             )
-        if self.fill_null:
-            try:
-                self.spec()
-            except ConfigError as error:
-                raise ValueError(f"fill_null: {error.problem('prompt.fill_null')}") from None
+        try:
+            self.spec()
+        except ConfigError as error:
+            raise ValueError(str(error).removeprefix("prompt.")) from None
         return self
 
     def spec(self) -> "PromptSpec":
@@ -173,4 +181,5 @@ class PromptSection(ConfigSection):
             messages=self.messages,
             defaults=self.fill_null,
             in_pieces=self.special_tokens == "template",
+            images=self.images,
         )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import pyarrow as pa
 
-from pipeline.data.messages import MessageRefused, plain_message
+from pipeline.data.messages import MessageRefused, has_media, plain_message
 
 FORMAT = "openai"  # value of input.format
 Endpoint = Literal["chat", "text", "embedding"]
@@ -119,12 +119,12 @@ def check_unsupported(key: str, value: Any, neutral: tuple[Any, ...], hint: str 
 
 
 def chat_json(messages: object, key: str) -> str:
-    """Return a chat as JSON. Raises Refused for content other than text. Roles and earlier tool calls are left to the
-    chat template."""
+    """Return a chat as JSON. Raises Refused. Roles and earlier tool calls are left to the chat template, and messages
+    with images to `prompts.render`, which knows whether a server reads them."""
     if not isinstance(messages, list) or not messages:
         raise Refused(f"{key}: expected a list of messages")
     try:
-        chat = [plain_message(message, f"{key}[{i}]") for i, message in enumerate(messages)]
+        chat = [m if has_media(m) else plain_message(m, f"{key}[{i}]") for i, m in enumerate(messages)]
         return json.dumps(chat, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except MessageRefused as why:
         raise Refused(str(why)) from None

@@ -43,6 +43,7 @@ class EndpointRows:
         """Return the requests, and the completions of rows that already failed."""
         accepted, failed = read_rows(unit, self._params, self._seed)
         ids = self._tokens([prompt for _, prompt, _ in accepted])
+        images = unit.own("_images").to_pylist()
         requests: list[EndpointRequest] = []
         for (i, prompt, params), row_ids in zip(accepted, ids, strict=True):
             if params.prompt_logprobs is not None:
@@ -54,7 +55,8 @@ class EndpointRows:
             except ValueError as error:
                 failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(error)))
                 continue
-            requests.append(EndpointRequest(i, body, params, tuple(row_ids), self._counter.first_in_row(prompt)))
+            control_token = self._counter.first_in_row(prompt)
+            requests.append(EndpointRequest(i, body, params, tuple(row_ids), control_token, tuple(images[i] or ())))
         return requests, failed
 
     def control_tokens(self, unit: Unit) -> ControlTokenRows:

@@ -96,6 +96,7 @@ class ResolvedJob:
             stall_timeout_s=self.config.run.stall_timeout,
             params=self.params,
             dimensions=self.task_section.dimensions or 0,
+            images=self.config.images.options(),
         )
 
     def tokenize(self, tokenizer: RowTokenizer, now: datetime | None, *, quality_sample: float = 0.0) -> Tokenize:

@@ -83,7 +83,7 @@ def chat_of(prompt: "PromptSection", task: "TaskType", now: datetime | None) -> 
     if given is None:
         return None
     return Chat(
-        prompt.messages is not None,
+        prompt.messages is not None or bool(prompt.images),
         given.system,
         task not in _WITHOUT_ASSISTANT,
         given.chat_template_kwargs,

@@ -7,6 +7,7 @@ needs the result of a failed one, or a checkpoint that is not on this machine wh
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -226,6 +227,8 @@ class Resolution:
             self._log(f"these fields of the requests have no effect: {', '.join(found.ignored)}")
 
     def prompt_spec(self) -> None:
+        if self.prompt.images and find_spec("PIL") is None:
+            raise ConfigError("prompt.images: needs Pillow: pip install 'parquet-batch-inference[images]'")
         with _with_key(self._prompt_key):
             self.spec = prompt_spec(self.config, self.prompt).of_input(self.table.every_column)
 
@@ -239,7 +242,8 @@ class Resolution:
         """Check that every column that the job names exists in each file and has a suitable type."""
         table, options = self.table, sampling_columns(self.config)
         given, quality = self.config.input.columns, self.config.quality.column
-        kept = table.every_column if given is None else tuple(given)
+        images = self.prompt.images
+        kept = tuple(name for name in table.every_column if name not in images) if given is None else tuple(given)
         reads: list[tuple[str, PromptSpec | RowTexts]] = []
         if self.knows("spec"):
             reads.append((self._prompt_key, self.spec))

@@ -1,0 +1,109 @@
+"""Process that decodes images: `python -m pipeline.endpoint.images.decode MAX_PIXELS FORMAT QUALITY`.
+
+It reads files from standard input and writes the images to send to standard output, each after its length. It ends with
+its input, so a dead parent leaves no process behind. A file that crashes a decoder ends only this process.
+"""
+
+import io
+import resource
+import sys
+import warnings
+from typing import BinaryIO
+
+from PIL import ExifTags, Image, ImageOps
+
+from pipeline.endpoint.images import LENGTH, REPLY
+
+MAX_SOURCE_PIXELS = 128 << 20  # of a file; more are refused before they are decoded
+MAX_MEMORY_BYTES = 8 << 30
+# Pillow's other formats call programs (EPS) or read no pictures of the web.
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
+
+
+class NoImage(Exception):
+    """The file cannot be decoded. The message says why."""
+
+
+Image.MAX_IMAGE_PIXELS = None  # `_converted` checks the size
+
+
+def converted(raw: bytes, max_pixels: int, kind: str, quality: int) -> bytes:
+    """Return the first frame of an image file, upright, in RGB, on white where it is transparent, with at most
+    max_pixels, encoded as `kind`, "jpeg" or "png". A file that is so already is returned as it is. Raises NoImage."""
+    try:
+        with warnings.catch_warnings(), _opened(raw) as image:
+            warnings.simplefilter("ignore")
+            return _converted(image, raw, max_pixels, kind.upper(), quality)
+    except NoImage:
+        raise
+    except Image.UnidentifiedImageError:
+        begin = raw[:64].lstrip().lower()
+        found = "an HTML or XML page" if begin.startswith(b"<") else f"a file that begins with {raw[:12]!r}"
+        raise NoImage(f"not an image of a known format: {found}") from None
+    except MemoryError:
+        raise NoImage("the image needs too much memory") from None
+    except Exception as error:  # Pillow's decoders raise many types
+        raise NoImage(f"the image is damaged or not supported: {error}") from None
+
+
+def _opened(raw: bytes) -> Image.Image:
+    Image.init()
+    return Image.open(io.BytesIO(raw), formats=[name for name in FORMATS if name in Image.OPEN])
+
+
+def _converted(image: Image.Image, raw: bytes, max_pixels: int, kind: str, quality: int) -> bytes:
+    width, height = image.size
+    if width * height > MAX_SOURCE_PIXELS:
+        raise NoImage(f"{width} x {height} pixels, expected at most {MAX_SOURCE_PIXELS:,}")
+    is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+    is_done = image.format == kind and image.mode == "RGB" and is_upright and width * height <= max_pixels
+    is_done = is_done and getattr(image, "n_frames", 1) == 1
+    scale = min(1.0, (max_pixels / (width * height)) ** 0.5)
+    image.draft("RGB", (int(width * scale), int(height * scale)))  # a JPEG is decoded at a fraction of its size
+    image.load()
+    if is_done:
+        return raw
+    found = _rgb(ImageOps.exif_transpose(image))
+    scale = min(1.0, (max_pixels / (found.width * found.height)) ** 0.5)
+    if scale < 1:
+        width, height = max(1, int(found.width * scale)), max(1, int(found.height * scale))
+        width = min(width, max_pixels // height)  # if the height was rounded up
+        found = found.resize((width, min(height, max_pixels // width)), Image.Resampling.BICUBIC, reducing_gap=2.0)
+    out = io.BytesIO()
+    found.save(out, kind, **({"quality": quality} if kind == "JPEG" else {}))
+    return out.getvalue()
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode.startswith("I"):  # 16 bits: Pillow would clip them to 8
+        image = image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    elif image.mode == "F":
+        image = image.convert("L")
+    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+        colours = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", colours.size, "white"), colours)
+    return image.convert("RGB")
+
+
+def _read(file: BinaryIO, length: int) -> bytes:
+    data = file.read(length)
+    if len(data) < length:
+        sys.exit(0)
+    return data
+
+
+def main(max_pixels: int, kind: str, quality: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    while True:
+        raw = _read(source, *LENGTH.unpack(_read(source, LENGTH.size)))
+        try:
+            reply, is_image = converted(raw, max_pixels, kind, quality), True
+        except NoImage as reason:
+            reply, is_image = str(reason)[:500].encode(), False
+        target.write(REPLY.pack(is_image, len(reply)) + reply)
+        target.flush()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,118 @@
+"""Pool of processes that decode images (`decode.py`), and the parts of requests that carry them."""
+
+import asyncio
+import base64
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from pipeline.data.messages import IMAGE_REFERENCE
+from pipeline.data.prompts import MAX_BYTES
+from pipeline.endpoint.images import LENGTH, REPLY
+from pipeline.endpoint.spec import ImageOptions
+from pipeline.errors import EngineUnusable
+from pipeline.machine.interpreter import child_environment
+
+DECODE_TIMEOUT_S = 60.0
+TRIES = 2  # of an image whose process ended: memory may have been short
+
+
+class ImageRefused(Exception):
+    """An image cannot be sent. is_too_large: its row has too many bytes."""
+
+    def __init__(self, reason: str, is_too_large: bool = False) -> None:
+        super().__init__(reason)
+        self.is_too_large = is_too_large
+
+
+class ImagePool:
+    """Processes that decode images. They start with the first images. All methods run in one event loop."""
+
+    def __init__(self, options: ImageOptions) -> None:
+        self._options = options
+        self._free = asyncio.Semaphore(options.processes)
+        self._idle: list[asyncio.subprocess.Process] = []
+
+    async def body_with(self, body: Mapping[str, Any], images: Sequence[bytes]) -> tuple[dict[str, Any], int]:
+        """Return a body whose parts hold the images as data urls instead of references, and the bytes of these. Raises
+        ImageRefused."""
+        encoded = await asyncio.gather(*(self._encoded(image) for image in images), return_exceptions=True)
+        urls: list[str] = []
+        for number, each in enumerate(encoded, 1):
+            if isinstance(each, ImageRefused):
+                raise ImageRefused(f"image {number} of {len(images)}: {each}", each.is_too_large)
+            if isinstance(each, BaseException):
+                raise each
+            urls.append(f"data:image/{self._options.format};base64,{base64.b64encode(each).decode()}")
+        if (size := sum(map(len, urls))) > MAX_BYTES:
+            reason = f"the images have {size} bytes in base64, expected at most {MAX_BYTES}; lower images.max_pixels"
+            raise ImageRefused(reason, is_too_large=True)
+        return {**body, "messages": _with_urls(body["messages"], iter(urls))}, size
+
+    async def close(self) -> None:
+        """End the idle processes. The others end with the tasks that wait for them."""
+        for process in self._idle:
+            await _end(process)
+        self._idle.clear()
+
+    async def _encoded(self, image: bytes) -> bytes:
+        async with self._free:
+            for number in range(1, TRIES + 1):
+                process = self._idle.pop() if self._idle else await self._start()
+                try:
+                    async with asyncio.timeout(DECODE_TIMEOUT_S):
+                        is_image, reply = await _exchange(process, image)
+                except TimeoutError:
+                    await _end(process)
+                    raise ImageRefused(f"not decoded within {DECODE_TIMEOUT_S:g} s") from None
+                except (OSError, EOFError):
+                    await _end(process)
+                    if number == TRIES:
+                        raise ImageRefused(f"its decoder ended in each of {TRIES} tries") from None
+                    continue
+                except BaseException:  # cancelled: an answer may be on its way
+                    await _end(process)
+                    raise
+                self._idle.append(process)
+                if not is_image:
+                    raise ImageRefused(reply.decode(errors="replace"))
+                return reply
+        raise AssertionError
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        if find_spec("PIL") is None:
+            raise EngineUnusable("prompt.images: needs Pillow: pip install 'parquet-batch-inference[images]'")
+        given = self._options
+        command = [sys.executable, "-m", "pipeline.endpoint.images.decode"]
+        return await asyncio.create_subprocess_exec(
+            *command, str(given.max_pixels), given.format, str(given.quality),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=child_environment(),
+        )  # fmt: skip
+
+
+async def _exchange(process: asyncio.subprocess.Process, image: bytes) -> tuple[bool, bytes]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(LENGTH.pack(len(image)))
+    process.stdin.write(image)
+    await process.stdin.drain()
+    is_image, length = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
+    return is_image, await process.stdout.readexactly(length)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def _with_urls(value: Any, urls: Any) -> Any:
+    """Return the messages with the next url at each reference."""
+    if isinstance(value, dict):
+        media = value.get("image_url") if value.get("type") == "image_url" else None
+        if isinstance(media, dict) and str(media.get("url")).startswith(IMAGE_REFERENCE):
+            return {**value, "image_url": {**media, "url": next(urls)}}
+        return {key: _with_urls(inner, urls) for key, inner in value.items()}
+    return [_with_urls(inner, urls) for inner in value] if isinstance(value, list) else value
