@@ -107,7 +107,8 @@ class RowError(StrEnum):
     INVALID_REQUEST = "invalid_request"
     INVALID_MESSAGES = "invalid_messages"  # not a chat that the template accepts
     INVALID_IMAGE = "invalid_image"  # it cannot be decoded
-    IMAGE_NOT_READ = "image_not_read"  # only its path or url is in the data
+    IMAGE_NOT_ALLOWED = "image_not_allowed"  # its path or url is in none of the job's roots and hosts
+    IMAGE_UNAVAILABLE = "image_unavailable"  # its path or url cannot be read
     INVALID_SAMPLING = "invalid_sampling"  # a per-row sampling value out of range
     UNKNOWN_ADAPTER = "unknown_adapter"  # the row names none of the job's adapters
     INVALID_LABELS = "invalid_labels"  # task choice: no labels, empty ones, or two with the same tokens

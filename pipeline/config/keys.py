@@ -126,6 +126,7 @@ class JobKeys(ConfigSection):
             "model.path": self.model.path,
             "speculation.model": self.speculation.model,
             "quality.model": self.quality.model,
+            **{f"images.roots[{i}]": root for i, root in enumerate(self.images.roots)},
             **{f"model.adapters.{name}": path for name, path in self.model.adapters.items()},
         }
         return {key: path for key, path in paths.items() if path not in (None, NO_CHECKPOINT)}

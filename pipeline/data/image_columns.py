@@ -1,4 +1,4 @@
-"""Images in the columns of rows: bytes, data urls, Hugging Face's structs of bytes and path, and lists of these."""
+"""Images in the columns of rows: bytes, urls, paths, Hugging Face's structs of bytes and path, and lists of these."""
 
 from typing import Any
 
@@ -8,11 +8,7 @@ from pipeline.data.columns import is_list
 from pipeline.data.messages import MessageRefused, image_of_data_url
 
 MAX_IMAGE_BYTES = 64 << 20  # of an image as it is in the data
-EXPECTED = "expected images: bytes, structs of bytes and path, data urls, or lists of these"
-
-
-class NotRead(ValueError):
-    """An image that is only named by a path or a url."""
+EXPECTED = "expected images: bytes, structs of bytes and path, urls, paths, or lists of these"
 
 
 def holds_images(t: pa.DataType) -> bool:
@@ -24,9 +20,9 @@ def holds_images(t: pa.DataType) -> bool:
     return _is_bytes(t) or pa.types.is_string(t) or pa.types.is_large_string(t) or pa.types.is_null(t)
 
 
-def images_of(value: Any, position: str) -> list[bytes]:
-    """Return the images of a column's value, in order. A null and an empty list have none. Raises NotRead for a path or
-    a url, MessageRefused for a value that is no image."""
+def images_of(value: Any, position: str) -> list[bytes | str]:
+    """Return the images of a column's value, in order, as content or as a path or url, which the engine may read. A
+    null and an empty list have none. Raises MessageRefused for a value that is no image."""
     if value is None:
         return []
     if isinstance(value, list):
@@ -35,12 +31,8 @@ def images_of(value: Any, position: str) -> list[bytes]:
             raise MessageRefused(f"{position}[{found.index([])}]: null, expected an image")
         return [image for images in found for image in images]
     if isinstance(value, dict):
-        if value["bytes"] is None and value.get("path") is not None:
-            raise NotRead(f"{position}: no bytes, only the path {value['path']!r:.100}; store the bytes in the column")
-        return images_of(value["bytes"], position)
-    if isinstance(value, str):
-        if not value.startswith("data:"):
-            raise NotRead(f"{position}: {value[:100]!r}; paths and urls are not read: store the bytes in the column")
+        return images_of(value.get("path") if value["bytes"] is None else value["bytes"], position)
+    if isinstance(value, str) and value.startswith("data:"):
         value = image_of_data_url(value, position)
     if not value:
         raise MessageRefused(f"{position}: 0 bytes, expected the content of an image")

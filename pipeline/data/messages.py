@@ -53,11 +53,11 @@ def plain_message(message: object, position: str) -> dict[str, Any]:
     return {"role": role, "content": content, **rest}
 
 
-def media_message(message: object, position: str, images: list[bytes]) -> dict[str, Any]:
+def media_message(message: object, position: str, images: list[bytes | str]) -> dict[str, Any]:
     """Return a message for a server, with its parts as they are: null keys dropped, and bytes as data urls.
 
-    An image in the message, as a data url or as a part `{type: image, image: BYTES}`, is appended to `images`, and its
-    part refers to it (`image_part`). Other urls are left to the server. Raises MessageRefused.
+    An image in the message, `{type: image_url, ...}` or `{type: image, image: BYTES}`, is appended to `images`, as its
+    content or its url, and its part refers to it (`image_part`). Raises MessageRefused.
     """
     if not isinstance(message, dict):
         raise MessageRefused(f"{position}: expected an object with role and content")
@@ -71,9 +71,11 @@ def media_message(message: object, position: str, images: list[bytes]) -> dict[s
     return {"role": role, "content": None, **given}
 
 
-def image_part(image: bytes) -> dict[str, Any]:
-    """Return a part that refers to an image by its hash, so that equal prompts have equal images."""
-    return {"type": "image_url", "image_url": {"url": f"{IMAGE_REFERENCE}{hashlib.sha256(image).hexdigest()}"}}
+def image_part(image: bytes | str) -> dict[str, Any]:
+    """Return a part that refers to an image by the hash of its content or name, so that equal prompts have equal
+    images."""
+    name, raw = ("name:", image.encode("utf-8", "replace")) if isinstance(image, str) else ("", image)
+    return {"type": "image_url", "image_url": {"url": f"{IMAGE_REFERENCE}{name}{hashlib.sha256(raw).hexdigest()}"}}
 
 
 def image_of_data_url(url: str, position: str) -> bytes:
@@ -87,16 +89,14 @@ def image_of_data_url(url: str, position: str) -> bytes:
         raise MessageRefused(f"{position}: a data url whose base64 is not valid: {error}") from None
 
 
-def _image_url_part(part: dict[str, Any], position: str, images: list[bytes]) -> dict[str, Any]:
+def _image_url_part(part: dict[str, Any], position: str, images: list[bytes | str]) -> dict[str, Any]:
     media = part["image_url"]
     url = media.get("url") if isinstance(media, dict) else media
     if not isinstance(url, str | bytes):
         raise MessageRefused(f"{position}.image_url: expected an object with a url")
-    if isinstance(url, str) and url.partition(":")[0] in ("http", "https"):
-        return part
-    if isinstance(url, str) and not url.startswith("data:"):
-        raise MessageRefused(f"{position}.image_url.url: expected a data: or https: url, got {url[:40]!r}")
-    found = url if isinstance(url, bytes) else image_of_data_url(url, f"{position}.image_url.url")
+    found = url
+    if isinstance(url, str) and url.startswith("data:"):
+        found = image_of_data_url(url, f"{position}.image_url.url")
     if not found:
         raise MessageRefused(f"{position}.image_url.url: 0 bytes, expected the content of an image")
     images.append(found)
@@ -104,7 +104,7 @@ def _image_url_part(part: dict[str, Any], position: str, images: list[bytes]) ->
     return {**part, "image_url": {**rest, **image_part(found)["image_url"]}}
 
 
-def _for_server(value: Any, position: str, images: list[bytes]) -> Any:
+def _for_server(value: Any, position: str, images: list[bytes | str]) -> Any:
     if isinstance(value, dict):
         kind = value.get("type")
         if kind in _PARTS:

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipeline.data.columns import did_you_mean, is_text
-from pipeline.data.image_columns import EXPECTED, MAX_IMAGE_BYTES, NotRead, holds_images, images_of
+from pipeline.data.image_columns import EXPECTED, MAX_IMAGE_BYTES, holds_images, images_of
 from pipeline.data.json_text import BadJson, parse_json
 from pipeline.data.messages import MessageRefused, image_part, media_message, plain_message, refusal_of_type
 from pipeline.data.prompt_template import Field, NoText, check_names_column, in_template, parse
@@ -129,7 +129,7 @@ class Rendered:
     prompts: list[str | None]
     errors: list[str | None]
     messages: list[str | None]
-    images: list[list[bytes]]
+    images: list[list[bytes | str]]
 
 
 class _Refused(Exception):
@@ -198,7 +198,7 @@ def _fill(
     images: dict[str, Callable[[], Any]],
     literal_bytes: int,
     spec: PromptSpec,
-) -> tuple[str, list[bytes]]:
+) -> tuple[str, list[bytes | str]]:
     """Return the prompt and its images. images: return the value of each column of images."""
     decoded: dict[Field, str] = {}
     size = literal_bytes
@@ -235,7 +235,7 @@ def _turn_with_images(
     fields: tuple[Field, ...],
     decoded: dict[Field, str],
     images: dict[str, Callable[[], Any]],
-) -> tuple[str, list[bytes]]:
+) -> tuple[str, list[bytes | str]]:
     """Return the user's turn as messages in JSON, and its images: those that the template does not name come first."""
     found = {name: _row_images(value(), name) for name, value in images.items()}
     named = {field.column for field in fields}
@@ -253,11 +253,9 @@ def _turn_with_images(
     return json.dumps([{"role": "user", "content": parts}], ensure_ascii=False, separators=(",", ":")), all_images
 
 
-def _row_images(value: Any, name: str) -> list[bytes]:
+def _row_images(value: Any, name: str) -> list[bytes | str]:
     try:
         images = images_of(value, f"column {name!r}")
-    except NotRead as problem:
-        raise _Refused(RowError.IMAGE_NOT_READ, str(problem)) from None
     except MessageRefused as problem:
         raise _Refused(RowError.INVALID_IMAGE, str(problem)) from None
     if not images:
@@ -266,8 +264,8 @@ def _row_images(value: Any, name: str) -> list[bytes]:
     return images
 
 
-def _check_images(images: list[bytes]) -> None:
-    size = sum(map(len, images))
+def _check_images(images: list[bytes | str]) -> None:
+    size = sum(len(image) for image in images if isinstance(image, bytes))
     if size > MAX_IMAGE_BYTES:
         reason = f"{size} bytes of images, expected at most {MAX_IMAGE_BYTES} before they are scaled down"
         raise _Refused(RowError.PROMPT_TOO_LARGE, reason)
@@ -401,7 +399,7 @@ def _max_json_bytes(spec: PromptSpec) -> int:
     return spec.max_bytes + (MAX_IMAGE_BYTES * 4 // 3 if spec.media else 0)
 
 
-def _messages_from_json(value: bytes | TooLarge | None, name: str, spec: PromptSpec) -> tuple[str, list[bytes]]:
+def _messages_from_json(value: bytes | TooLarge | None, name: str, spec: PromptSpec) -> tuple[str, list[bytes | str]]:
     if value is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
     _check_size(len(value), _max_json_bytes(spec))
@@ -418,7 +416,7 @@ def _messages_from_json(value: bytes | TooLarge | None, name: str, spec: PromptS
     return _messages(parsed, name, spec)
 
 
-def _messages(value: object, name: str, spec: PromptSpec) -> tuple[str, list[bytes]]:
+def _messages(value: object, name: str, spec: PromptSpec) -> tuple[str, list[bytes | str]]:
     """Return the canonical JSON of a chat, role and content first, null keys dropped, and its images."""
     if value is None:
         raise _Refused(RowError.NULL_PROMPT, f"column {name!r} is null")
@@ -428,7 +426,7 @@ def _messages(value: object, name: str, spec: PromptSpec) -> tuple[str, list[byt
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: {value.reason}")
     if not isinstance(value, list):
         raise _Refused(RowError.INVALID_MESSAGES, f"column {name!r}: expected a list of messages")
-    images: list[bytes] = []
+    images: list[bytes | str] = []
     begin = f"column {name!r}, message " if spec.refused is None else "body.messages["
     end = "" if spec.refused is None else "]"
     try:

@@ -29,6 +29,7 @@ from pipeline.data.source import (
 )
 from pipeline.errors import RowError
 
+_IMAGE = pa.struct([("content", pa.binary()), ("name", pa.string())])  # one of them, the other null; name: path or url
 # These follow the kept columns and are accessed by position, so input columns may have the same names.
 OWN_FIELDS = (
     pa.field("source_file", pa.string()),
@@ -40,7 +41,7 @@ OWN_FIELDS = (
     pa.field("_expected", pa.string()),  # expected answer, or null
     pa.field("_texts", pa.string()),  # from `RowTexts`, or null
     pa.field("_adapter", pa.string()),  # from `RowAdapters`, or null
-    pa.field("_images", pa.list_(pa.binary())),  # files to which the parts of messages refer, in their order, or null
+    pa.field("_images", pa.list_(_IMAGE)),  # images to which the parts of messages refer, in their order, or null
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
 CUT_VERSION = 1  # raise it when a change of the code cuts the same input into other units
@@ -263,13 +264,17 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
         pa.array(_expected(inputs, spec.expected), pa.string()),
         pa.array(texts, pa.string()),
         pa.array(adapters, pa.string()),
-        pa.array([images or None for images in rendered.images], pa.list_(pa.binary())),
+        pa.array([list(map(_image, images)) or None for images in rendered.images], pa.list_(_IMAGE)),
     ]
     del encoded
     rendered.images.clear()
     kept = inputs.select(list(spec.kept))
     whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
     return _RenderedStretch(whole, cut)
+
+
+def _image(image: bytes | str) -> dict[str, bytes | str]:
+    return {"name": image} if isinstance(image, str) else {"content": image}
 
 
 def _encoded(prompts: list[str | None], errors: list[str | None]) -> list[bytes | None]:

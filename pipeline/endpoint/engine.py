@@ -35,6 +35,7 @@ RETRY_S = 0.5  # before a failed request is sent again; doubles with each try
 MAX_RETRY_S = 30.0
 PROBES = 5  # of a server after its failure, and at the start if no wait is likely to help
 MAX_IMAGE_BYTES = 256 << 20  # of decoded images, sent and waiting ones together
+MAX_READING = 64  # rows whose images are read from paths and urls at once
 MAX_REFUSED_S = 600.0  # of a row that a server refuses for load again and again, while it answers others
 MANY_OTHERS = 100
 MAX_PAUSE = 5.0  # of a server, in stall timeouts: after six, the run ends
@@ -72,7 +73,7 @@ class EndpointEngine:
         self._rows: collections.deque[_WaitingRow] = collections.deque()  # waiting
         self._undecoded: collections.deque[_WaitingRow] = collections.deque()  # rows whose images are not decoded yet
         self._decoding: set[asyncio.Task[None]] = set()
-        self._images = ImagePool(config.images)
+        self._images = ImagePool(config.images, config.storage_options)
         self._image_bytes = 0
         self._finished: list[Completion] = []
         self._tasks: dict[asyncio.Task[bool], _SentRow] = {}
@@ -301,9 +302,11 @@ class EndpointEngine:
             task.add_done_callback(self._task_ended)
 
     def _decode_ahead(self) -> None:
-        """Decode images until they fill the memory for them. Two rows for each process keep it busy."""
-        max_tasks = 2 * self._config.images.processes
-        while self._undecoded and len(self._decoding) < max_tasks and self._image_bytes < MAX_IMAGE_BYTES:
+        """Read and decode images until they fill the memory for them. Two rows for each process keep it busy."""
+        while self._undecoded and self._image_bytes < MAX_IMAGE_BYTES:
+            is_read = any(isinstance(image, str) for image in self._undecoded[0].request.images)
+            if len(self._decoding) >= (MAX_READING if is_read else 2 * self._config.images.processes):
+                return
             task = self._loop.create_task(self._decode(self._undecoded.popleft()))
             self._decoding.add(task)
             task.add_done_callback(self._decoding_ended)
@@ -319,8 +322,7 @@ class EndpointEngine:
         try:
             body, row.image_bytes = await self._images.body_with(request.body, request.images)
         except ImageRefused as error:
-            code = RowError.PROMPT_TOO_LARGE if error.is_too_large else RowError.INVALID_IMAGE
-            self._finish(failed(request, code, str(error)))
+            self._finish(failed(request, error.code, str(error)))
             return
         row.request = replace(request, body=body, images=())
         self._image_bytes += row.image_bytes

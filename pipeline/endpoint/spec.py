@@ -16,12 +16,14 @@ PATHS: dict[Route, str] = {"chat": "/chat/completions", "completion": "/completi
 @dataclass(frozen=True)
 class ImageOptions:
     """Decoding of images: scaled down to max_pixels, and encoded in `format`, for JPEG with `quality`, by
-    `processes` processes."""
+    `processes` processes. hosts, roots: names of hosts and prefixes of paths from which rows may read images."""
 
     max_pixels: int = 1 << 20
     format: Literal["jpeg", "png"] = "jpeg"
     quality: int = 90
     processes: int = 2
+    hosts: tuple[str, ...] = ()
+    roots: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class EndpointConfig:
     control tokens. params, dimensions: options of the first request, so that a server without them fails at once.
     expected_model, expected_version: those of the run that this one continues; None: a new output. accept_models: other
     names of the model that answers may have. has_budget: rows are sent only within the engine's grants, at `prices`.
+    storage_options: of image roots, by url prefix.
     """
 
     urls: tuple[str, ...] = ()
@@ -63,6 +66,7 @@ class EndpointConfig:
     prices: Prices = field(default_factory=Prices)
     has_budget: bool = False
     images: ImageOptions = ImageOptions()
+    storage_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def model(self) -> str:
@@ -85,15 +89,15 @@ class EndpointConfig:
 class EndpointRequest:
     """One row to send. body: the request without the model's name, with the prompt as text. prompt_token_ids: the same
     prompt as tokens, for servers that accept them; empty if unknown. control_token: a control token that the server
-    would parse in the text; empty if there is none. images: content of the files that the body's parts refer to, in
-    their order."""
+    would parse in the text; empty if there is none. images: the files that the body's parts refer to, in their order:
+    their content, or a path or url."""
 
     row_id: object
     body: Mapping[str, Any]
     params: SamplingParams
     prompt_token_ids: tuple[int, ...] = ()
     control_token: str = ""
-    images: tuple[bytes, ...] = field(default=(), repr=False)
+    images: tuple[bytes | str, ...] = field(default=(), repr=False)
     quality: None = None
 
 

@@ -1,4 +1,4 @@
-"""Chats with images, which only a server reads: parts are passed through, bytes as data urls."""
+"""Chats with images, which only a server reads: their parts refer to them."""
 
 import base64
 import hashlib
@@ -12,9 +12,10 @@ from pipeline.data.prompts import PromptSpec, render
 from pipeline.errors import ConfigError
 
 PNG = b"\x89PNG\r\n\x1a\n..."
+URL = "https://example.com/a.png"
 PARTS = [
     {"type": "text", "text": "What is it?", "image_url": None, "image": None},
-    {"type": "image_url", "text": None, "image_url": {"url": "https://example.com/a.png"}, "image": None},
+    {"type": "image_url", "text": None, "image_url": {"url": URL}, "image": None},
     {"type": "image", "text": None, "image_url": None, "image": PNG},
 ]
 
@@ -23,7 +24,7 @@ def rendered(chats: pa.Array, media: bool = True) -> list[dict]:
     spec, table = PromptSpec(messages="chat", media=media), pa.table({"chat": chats})
     spec.check(table.schema)
     out = render(table, spec)
-    assert out.images in ([[]], [[PNG]])
+    assert out.images in ([[URL]], [[PNG]], [[URL, PNG]])
     return json.loads(out.prompts[0] or "")
 
 
@@ -31,16 +32,16 @@ def test_images_of_a_column_reach_the_server():
     (message,) = rendered(pa.array([[{"role": "user", "content": PARTS}]]))
     text, url, raw = message["content"]
     assert text == {"type": "text", "text": "What is it?"}
-    assert url == {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+    assert url == {"type": "image_url", "image_url": {"url": f"image:name:{hashlib.sha256(URL.encode()).hexdigest()}"}}
     assert raw["image_url"]["url"] == f"image:{hashlib.sha256(PNG).hexdigest()}"
     data = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(PNG).decode()}"}}
     (message,) = rendered(pa.array([json.dumps([{"role": "user", "content": [data]}])]))
     assert message["content"] == [raw]
 
 
-def test_a_chat_as_json_is_passed_through():
-    chat = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}]}]
-    assert rendered(pa.array([json.dumps(chat)])) == chat
+def test_a_chat_as_json_is_read_alike():
+    (message,) = rendered(pa.array([json.dumps([{"role": "user", "content": PARTS[1:2]}])]))
+    assert message["content"][0]["image_url"]["url"].startswith("image:name:")
 
 
 @pytest.mark.parametrize(("part", "message"), [

@@ -1,11 +1,13 @@
 """Section `images`."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from pipeline.config.values import IDENTITY, ConfigSection
+from pipeline.config.values import IDENTITY, ConfigSection, Texts
 from pipeline.endpoint.spec import ImageOptions
+from pipeline.stores.filesystem import is_url
 
 
 class ImagesSection(ConfigSection):
@@ -41,6 +43,20 @@ class ImagesSection(ConfigSection):
         examples=[8],
     )
 
+    hosts: Texts = Field(
+        default=(),
+        description='Hosts from which images are fetched if rows name them by url; "*" for any. Private addresses are '
+        "refused unless they are listed themselves. Default: none.",
+        examples=[["images.example.com"]],
+    )
+    roots: Texts = Field(
+        default=(),
+        description="Folders, or urls such as s3://bucket/prefix, below which images are read if rows name them by "
+        "path. Default: none.",
+        examples=[["/data/photos", "s3://bucket/photos"]],
+    )
+
     def options(self) -> ImageOptions:
         """Return the engine's options."""
-        return ImageOptions(**dict(self))
+        roots = tuple(root if is_url(root) else str(Path(root).absolute()) for root in self.roots)
+        return ImageOptions(**{**dict(self), "roots": roots})

@@ -102,7 +102,7 @@ class PromptSection(ConfigSection):
     )
     images: Columns = Field(
         default=(),
-        description="Columns of images, for a server: bytes, Hugging Face's structs of bytes and path, data urls, or "
+        description="Columns of images, for a server: bytes, Hugging Face's structs of bytes and path, urls, paths, or "
         "lists of these. They are sent in the user's turn, before the text, or at {column} in the template.",
         examples=[["photo"]],
         json_schema_extra=IDENTITY,

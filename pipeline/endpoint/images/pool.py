@@ -11,8 +11,9 @@ from typing import Any
 from pipeline.data.messages import IMAGE_REFERENCE
 from pipeline.data.prompts import MAX_BYTES
 from pipeline.endpoint.images import LENGTH, REPLY
+from pipeline.endpoint.images.fetch import ImageFetcher, NotAllowed, Unavailable
 from pipeline.endpoint.spec import ImageOptions
-from pipeline.errors import EngineUnusable
+from pipeline.errors import EngineUnusable, RowError
 from pipeline.machine.interpreter import child_environment
 
 DECODE_TIMEOUT_S = 60.0
@@ -20,44 +21,53 @@ TRIES = 2  # of an image whose process ended: memory may have been short
 
 
 class ImageRefused(Exception):
-    """An image cannot be sent. is_too_large: its row has too many bytes."""
+    """An image cannot be sent."""
 
-    def __init__(self, reason: str, is_too_large: bool = False) -> None:
+    def __init__(self, reason: str, code: RowError = RowError.INVALID_IMAGE) -> None:
         super().__init__(reason)
-        self.is_too_large = is_too_large
+        self.code = code
 
 
 class ImagePool:
     """Processes that decode images. They start with the first images. All methods run in one event loop."""
 
-    def __init__(self, options: ImageOptions) -> None:
-        self._options = options
+    def __init__(self, options: ImageOptions, storage: Mapping[str, Mapping[str, Any]]) -> None:
+        """storage: as in `ImageFetcher`."""
+        self._options, self._fetcher = options, ImageFetcher(options, storage)
         self._free = asyncio.Semaphore(options.processes)
         self._idle: list[asyncio.subprocess.Process] = []
 
-    async def body_with(self, body: Mapping[str, Any], images: Sequence[bytes]) -> tuple[dict[str, Any], int]:
+    async def body_with(self, body: Mapping[str, Any], images: Sequence[bytes | str]) -> tuple[dict[str, Any], int]:
         """Return a body whose parts hold the images as data urls instead of references, and the bytes of these. Raises
         ImageRefused."""
         encoded = await asyncio.gather(*(self._encoded(image) for image in images), return_exceptions=True)
         urls: list[str] = []
         for number, each in enumerate(encoded, 1):
             if isinstance(each, ImageRefused):
-                raise ImageRefused(f"image {number} of {len(images)}: {each}", each.is_too_large)
+                raise ImageRefused(f"image {number} of {len(images)}: {each}", each.code)
             if isinstance(each, BaseException):
                 raise each
             urls.append(f"data:image/{self._options.format};base64,{base64.b64encode(each).decode()}")
         if (size := sum(map(len, urls))) > MAX_BYTES:
             reason = f"the images have {size} bytes in base64, expected at most {MAX_BYTES}; lower images.max_pixels"
-            raise ImageRefused(reason, is_too_large=True)
+            raise ImageRefused(reason, RowError.PROMPT_TOO_LARGE)
         return {**body, "messages": _with_urls(body["messages"], iter(urls))}, size
 
     async def close(self) -> None:
         """End the idle processes. The others end with the tasks that wait for them."""
+        await self._fetcher.close()
         for process in self._idle:
             await _end(process)
         self._idle.clear()
 
-    async def _encoded(self, image: bytes) -> bytes:
+    async def _encoded(self, image: bytes | str) -> bytes:
+        if isinstance(image, str):
+            try:
+                image = await self._fetcher.read(image)
+            except NotAllowed as error:
+                raise ImageRefused(str(error), RowError.IMAGE_NOT_ALLOWED) from None
+            except Unavailable as error:
+                raise ImageRefused(str(error), RowError.IMAGE_UNAVAILABLE) from None
         async with self._free:
             for number in range(1, TRIES + 1):
                 process = self._idle.pop() if self._idle else await self._start()

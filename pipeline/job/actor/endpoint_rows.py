@@ -56,7 +56,8 @@ class EndpointRows:
                 failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(error)))
                 continue
             control_token = self._counter.first_in_row(prompt)
-            requests.append(EndpointRequest(i, body, params, tuple(row_ids), control_token, tuple(images[i] or ())))
+            found = tuple(image["content"] or image["name"] for image in images[i] or ())
+            requests.append(EndpointRequest(i, body, params, tuple(row_ids), control_token, found))
         return requests, failed
 
     def control_tokens(self, unit: Unit) -> ControlTokenRows:

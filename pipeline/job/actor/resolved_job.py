@@ -97,6 +97,7 @@ class ResolvedJob:
             params=self.params,
             dimensions=self.task_section.dimensions or 0,
             images=self.config.images.options(),
+            storage_options=self.config.storage_options,
         )
 
     def tokenize(self, tokenizer: RowTokenizer, now: datetime | None, *, quality_sample: float = 0.0) -> Tokenize:
