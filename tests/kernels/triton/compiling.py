@@ -155,6 +155,7 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 FIXED = "fixed product, few tokens", "fixed product, many tokens", "fixed product, one part"
 CASCADE = "cascade", "decode behind a cascade, 1 queries", "decode behind a cascade, 8 queries"
 SOFTMAX = "decode, 1 queries", "decode, 1 queries, join", *CASCADE[:2], "prefill"
+LARGE = "norm_rope_write", "decode, 4 queries", "decode, 4 queries, join", "decode behind a cascade, 4 queries"
 TARGETS = {
     "sm_80": A100,
     "sm_89": CompileTarget((8, 9), 58, shared_bytes_of((8, 9))),
@@ -163,6 +164,8 @@ TARGETS = {
 }
 LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
 GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers
+GEMMA4_26B = ModelShape(2816, 2112, 16, 2, 512, 262144)  # layers of full attention
+GEMMA4_26B_WINDOWED = ModelShape(2816, 2112, 16, 8, 256, 262144)
 QWEN3_SMALL = ModelShape(1024, 3072, 16, 8, 128, 151936, qk_norm=True)
 
 
@@ -213,6 +216,10 @@ def chosen(name: str) -> dict[str, Launch]:
     for suffix, with_fp8 in (("", False), (", fp8 cache", True)):
         capped = launches_of(LLAMA_8B, torch.bfloat16, target, with_fp8_cache=with_fp8, softcap=50.0, with_sinks=True)
         all_of |= {f"{key}{suffix}, softcap and sinks": capped[key] for key in SOFTMAX}
+    large = launches_of(GEMMA4_26B, torch.bfloat16, target)
+    all_of |= {f"{key}, heads of 512": large[key] for key in (*SOFTMAX, *LARGE)}
+    windowed_256 = launches_of(GEMMA4_26B_WINDOWED, torch.bfloat16, target, window=1024)["prefill"]
+    all_of["prefill, heads of 256, windowed"] = windowed_256
     for group_size in (32, 64):
         grouped = launches_of(replace(LLAMA_8B, group_size=group_size), torch.bfloat16, target)
         all_of |= {f"{key}, groups of {group_size}": grouped[key] for key in ("int4, 1 tokens", "int4, 64 tokens")}

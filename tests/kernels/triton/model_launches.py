@@ -118,7 +118,7 @@ def _attention(
 ) -> dict[str, Launch]:
     """Return launches; `options` are the last arguments of `decode_launches`."""
     target, found = options[-1], {}
-    for num_queries in sorted({1, max_queries_of(shape.num_heads // shape.num_kv_heads)}):
+    for num_queries in sorted({1, max_queries_of(shape.num_heads // shape.num_kv_heads, shape.head_dim)}):
         work = DecodeMetadata.allocate(
             *(256, _TABLE, _BLOCK, shape.num_heads, shape.num_kv_heads, shape.head_dim, _META, target),
             num_queries=num_queries,

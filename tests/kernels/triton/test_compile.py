@@ -40,7 +40,10 @@ SAMPLES = {
         "decode, 1 queries", "decode, 1 queries, fp8 cache", "prefill", "cascade", "int4, 1 tokens", "int4, 64 tokens",
         *E4M3, "dequantize", "adapters, A, 32 tokens", *FIXED, *EXPERTS, SPILLING,
     ],
-    "sm_89": ["prefill, fp8 cache", "convert, fp8 cache", *NORMS, *FP8_PRODUCTS],
+    "sm_89": [
+        *(f"{name}, heads of 512" for name in SOFTMAX), "prefill, heads of 256, windowed", "prefill, fp8 cache",
+        "convert, fp8 cache", *NORMS, *FP8_PRODUCTS,
+    ],
     "sm_90": [
         *CASCADE, *SOFTMAX, *(f"{name}, softcap and sinks" for name in SOFTMAX), "decode, 1 queries, fp8 cache",
         "norm_rope_write", "gate_mul", "scatter", "sample", "greedy, parts", "int4, 1 tokens", "fp8 rounding",

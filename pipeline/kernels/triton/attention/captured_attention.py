@@ -40,7 +40,7 @@ class CapturedAttention:
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         target, group = CompileTarget.from_device(device), checked_group(*heads)
         self._kv_heads = shape.num_kv_heads, shape.head_dim
-        self.max_queries = min(shape.max_queries, max_queries_of(group))
+        self.max_queries = min(shape.max_queries, max_queries_of(group, shape.head_dim))
         self.max_mixed_tokens = shape.max_mixed_tokens
         self._queries = rows_of(shape.head_dim) // group  # per tile of the prefill kernel
         self._tiles_at_once = max(1, target.num_multiprocessors // shape.num_kv_heads)

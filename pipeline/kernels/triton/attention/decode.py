@@ -62,6 +62,7 @@ def _decode(
     ROWS: tl.constexpr,
     KEPT_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    STEP: tl.constexpr,
     WINDOWED: tl.constexpr,
     IS_FP8: tl.constexpr,
     CONVERTS: tl.constexpr,
@@ -104,8 +105,9 @@ def _decode(
             k_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             v_scale_ptr + kv_head * BLOCK if IS_FP8 else None,
             *(table_ptr + sequence.to(tl.int64) * table_stride, context),
-            *(first_tile * KEYS, last_tile * KEYS, scale, window, softcap),
-            *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, KEYS, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
+            # With large heads STEP is less than a tile, and keys past the context may be in no block.
+            *(first_tile * KEYS, tl.minimum(last_tile * KEYS, context), scale, window, softcap),
+            *(NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, COLUMNS, BLOCK, STEP, True, WINDOWED, IS_FP8, CONVERTS, STAGES),
         )
         if partial < 0:
             if sinks_ptr is not None:
@@ -193,7 +195,8 @@ def decode_launches(
         "ROWS": metadata.num_rows,
         "KEPT_ROWS": metadata.sum_PKR.shape[2],
     }
-    stages = _stages(columns, cache.k_CBKD.element_size(), target)
+    step = KEYS if columns <= 256 else KEYS // 4
+    stages = _stages(2 * step * columns * cache.k_CBKD.element_size(), target)
     own_scale, own_softcap = score_factors(scale, softcap)
     sums = Launch(
         _decode,
@@ -220,6 +223,7 @@ def decode_launches(
             **shape,
             "BLOCK": block_size,
             "KEYS": KEYS,
+            "STEP": step,
             "WINDOWED": metadata.window is not None,
             "IS_FP8": is_fp8,
             "CONVERTS": target.converts_fp8,
@@ -251,8 +255,7 @@ def decode_launches(
     )
 
 
-def _stages(columns: int, element_size: int, target: CompileTarget) -> int:
+def _stages(tile_bytes: int, target: CompileTarget) -> int:
     """Return the pipeline stages for three tiles in flight, or fewer if that leaves room for a second program on a
     multiprocessor, with its 8 KiB of scales and sums."""
-    tile_bytes = 2 * KEYS * columns * element_size
     return stages_for(max(1, min(3, (target.max_shared_bytes // 2 - (8 << 10)) // tile_bytes)))

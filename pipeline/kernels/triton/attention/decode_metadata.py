@@ -25,12 +25,13 @@ _MAX_ROWS = 64
 _FP8_PROGRAM_BYTES = 56 << 10  # shared memory of a program with 16 rows and heads of 128
 
 
-def max_queries_of(group: int) -> int:
+def max_queries_of(group: int, head_dim: int) -> int:
     """Return the maximum query tokens per sequence in the decode kernel, for `group` query heads per KV head.
 
-    Rows are padded to a power of two. If the group is not a power of two, 64 rows do not fit into registers.
+    Rows are padded to a power of two. If the group is not a power of two, or heads are large, 64 rows do not fit into
+    registers.
     """
-    max_rows = _MAX_ROWS if group & (group - 1) == 0 else _MAX_ROWS // 2
+    max_rows = _MAX_ROWS if group & (group - 1) == 0 and head_dim <= 256 else _MAX_ROWS // 2
     return max(1, min(MAX_QUERIES, max_rows // group))
 
 
@@ -49,6 +50,8 @@ def programs_and_warps(target: CompileTarget, num_rows: int, head_dim: int, is_f
     Converting the tiles of an FP8 cache takes instructions, and programs of two warps wait less for each other. More
     than 16 rows do not fit into their registers.
     """
+    if head_dim > 256 and num_rows > 16:  # whose sums do not fit into the registers of 4 warps
+        return 1, 8
     is_small = is_fp8 and num_rows == 16 and head_dim <= 128
     return (4, 2) if is_small and target.max_shared_bytes >= 4 * _FP8_PROGRAM_BYTES else (2, 4)
 
@@ -188,10 +191,10 @@ class DecodeMetadata:
         Raises ValueError for more query tokens than `max_queries_of`.
         """
         group = num_heads // num_kv_heads
-        if num_queries > max_queries_of(group):
+        if num_queries > (limit := max_queries_of(group, head_dim)):
             raise ValueError(
-                f"{num_queries} query tokens per sequence: the decode kernel supports up to {max_queries_of(group)} "
-                f"with {group} query heads per KV head"
+                f"{num_queries} query tokens per sequence: the decode kernel supports up to {limit} with {group} query "
+                f"heads per KV head of size {head_dim}"
             )
         assert window is None or cascade is None
         num_programs, device = len(numbers.program_start) - 1, numbers.item_I4.device

@@ -76,7 +76,8 @@ class PagedAttention:
         num_kv_heads = cache.k_CBKD.shape[2]
         group = checked_group(num_heads, num_kv_heads, head_dim)
         count_S = np.diff(attn_metadata.query_start_S1)
-        few, many = np.flatnonzero(count_S <= max_queries_of(group)), np.flatnonzero(count_S > max_queries_of(group))
+        limit = max_queries_of(group, head_dim)
+        few, many = np.flatnonzero(count_S <= limit), np.flatnonzero(count_S > limit)
         decode = prefill = None
         if len(few):
             max_count = power_of_two(int(count_S[few].max()))
@@ -92,7 +93,7 @@ class PagedAttention:
             decode = DecodeMetadata.allocate(
                 *(max_seqs, max_blocks, attn_metadata.block_size),
                 *(num_heads, num_kv_heads, head_dim, q_TND.device, self.target),
-                num_queries=min(max_count, max_queries_of(group)),
+                num_queries=min(max_count, limit),
                 window=window,
                 cascade=cascade,
                 is_fp8=cache.k_CBKD.dtype == FP8,

@@ -29,7 +29,7 @@ MAX_KEYS = 128  # per tile
 
 def rows_of(head_dim: int) -> int:
     """Return the rows per tile, whose sums must stay in registers."""
-    return 128 if head_dim <= 128 else 64
+    return 128 if head_dim <= 128 else 64 if head_dim <= 256 else 32
 
 
 @triton.jit(do_not_specialize=["table_stride", "window"])
@@ -241,14 +241,16 @@ def prefill_launch(
 def tile_of(columns: int, element_size: int, is_fp8: bool, windowed: bool, target: CompileTarget) -> tuple[int, int]:
     """Return the keys per tile and pipeline stages: the largest that fit into 255 registers of 256 threads."""
     row_bytes = columns * element_size
-    if target.has_wgmma:
+    if row_bytes > 512:
+        keys = 16
+    elif target.has_wgmma:
         keys = MAX_KEYS if row_bytes <= 128 or (row_bytes == 256 and not windowed) else 64 if row_bytes <= 256 else 32
     else:
         keys = 64 if row_bytes <= 128 else 32
     if is_fp8:
         keys = min(keys, 64)  # with the widened values, more do not fit into registers
     max_buffers = 1 if keys * row_bytes > 64 * 256 else 2
-    left = target.max_shared_bytes - rows_of(columns) * row_bytes
+    left = target.max_shared_bytes - rows_of(columns) * (row_bytes + keys * element_size)  # queries and weights
     stored_bytes = 2 * keys * row_bytes
     if is_fp8:  # shared memory holds the widened tile too
         left -= stored_bytes

@@ -22,12 +22,12 @@ from tests.kernels.triton.problems import ATTENTION, DEVICE, DTYPES, TYPES, Step
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
-def check(step: Step, window: int | None, kind: str = "") -> None:
+def check(step: Step, window: int | None, kind: str = "", scale: float = 0.3) -> None:
     num_heads = step.q_TND.shape[1]
     ours = PagedAttention(DEVICE)(
-        *step.tensors, step.attn_metadata, 0.3, window, *softmax_options(kind, num_heads, DEVICE)
+        *step.tensors, step.attn_metadata, scale, window, *softmax_options(kind, num_heads, DEVICE)
     )
-    oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window, *softmax_options(kind, num_heads))
+    oracle = reference_attention(*step.wide, step.attn_metadata, scale, window, *softmax_options(kind, num_heads))
     assert ours.dtype == step.q_TND.dtype
     assert torch.isfinite(ours).all(), "a slot outside the context was read, or a token not written"
     assert float((ours.float().cpu() - oracle).abs().max()) < ATTENTION[ours.dtype]
@@ -71,14 +71,14 @@ def test_soft_caps_and_sinks(kind: str, with_fp8: bool) -> None:
     ("group", "head_dim", "block_size", "with_fp8"),
     [
         *((1, 64, 64, False), (5, 80, 64, False), (8, 128, 64, False), (4, 96, 64, False), (7, 16, 64, False)),
-        *((5, 80, 7, True), (4, 96, 16, True), (7, 16, 128, True)),
+        *((5, 80, 7, True), (4, 96, 16, True), (7, 16, 128, True), (8, 512, 64, False), (8, 512, 16, True)),
     ],
 )
 def test_groups_head_sizes_and_blocks(
     group: int, head_dim: int, block_size: int, with_fp8: bool, dtype: torch.dtype
 ) -> None:
-    lengths = [(67, 1), (130, 20), (70, 3)]
-    check(make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=with_fp8), None)
+    lengths, scale = [(67, 1), (130, 20), (70, 3)], min(0.3, 2 / head_dim**0.5)
+    check(make_step(lengths, (2 * group, 2), head_dim, block_size, dtype, with_fp8=with_fp8), None, scale=scale)
 
 
 @pytest.mark.parametrize(
