@@ -47,7 +47,9 @@ _OWN_NAMES = [f.name for f in OWN_FIELDS]
 CUT_VERSION = 1  # raise it when a change of the code cuts the same input into other units
 UNIT_TOKENS = 100_000  # approximate max tokens of a unit: a minute of work
 MAX_STRETCH_BYTES = 1 << 30  # an Arrow string column holds at most 2 GiB
-IMAGE_TOKENS = 1500  # approximate tokens of an image, for the size of a unit
+# Approximate tokens of an image, for the size of a unit. A unit has at most some megabytes of images.
+IMAGE_TOKENS = 1500
+IMAGE_BYTES_PER_TOKEN = 64
 MAX_BUDGET = 1 << 20  # limit of a row's max_tokens when estimating the size of a unit
 
 
@@ -94,6 +96,11 @@ class Unit:
     @property
     def num_rows(self) -> int:
         return self.table.num_rows
+
+    @property
+    def image_bytes(self) -> int:
+        """Size of the images of all rows."""
+        return self.own("_images").nbytes
 
     def kept(self) -> pa.Table:
         """Return the kept input columns."""
@@ -251,7 +258,7 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
     adapters = _adapters(inputs, spec.adapters, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
     budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
-    budgets += IMAGE_TOKENS * np.array(list(map(len, rendered.images)), dtype=np.int64)
+    budgets += np.array([sum(map(_image_tokens, images)) for images in rendered.images], dtype=np.int64)
     encoded = _encoded(rendered.prompts, errors)
     cut = cut_units([p or b"" for p in encoded], budgets, spec.unit_tokens, spec.unit_rows, adapters)
     own = [
@@ -271,6 +278,10 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
     kept = inputs.select(list(spec.kept))
     whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
     return _RenderedStretch(whole, cut)
+
+
+def _image_tokens(image: bytes | str) -> int:
+    return max(IMAGE_TOKENS, len(image) // IMAGE_BYTES_PER_TOKEN)
 
 
 def _image(image: bytes | str) -> dict[str, bytes | str]:

@@ -22,6 +22,7 @@ from pipeline.engine.completion import Completion
 from pipeline.engine.final_check import checked
 from pipeline.engine.request import Request
 from pipeline.errors import OutputError, PipelineError, RowError
+from pipeline.job.actor.byte_room import ByteRoom
 from pipeline.job.actor.copies import copied, first_equal_rows
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
@@ -35,6 +36,8 @@ from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.record.run_record import ActorRecord
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
+
+MAX_IMAGE_BYTES = 128 << 20  # of open units, in this process and again in the engine's
 
 
 class Worker:
@@ -55,6 +58,7 @@ class Worker:
             launch, birth_us, self._log, logs.shown(engine_log(actor)), check=partial(agree, store)
         )
         self._read = make_reader()
+        self._image_room = ByteRoom(MAX_IMAGE_BYTES)
         self._copies_rows = config.run.copy_equal_rows
         self._extra_body = spec.engine.extra_body if isinstance(spec.engine, EndpointConfig) else {}
         self._retried_limits = spec.retried_limits
@@ -82,7 +86,8 @@ class Worker:
         began = time.monotonic()
         self._log.line(f"unit {unit.index} of window {unit.window}: {unit.num_rows:,} rows", "debug")
         try:
-            summary = self._process(unit)
+            with self._image_room.holding(unit.image_bytes):
+                summary = self._process(unit)
         except PipelineError as error:
             return UnitSummary(unit.window, unit.index, failure_kind=type(error).__name__, failure_message=str(error))
         except Exception:

@@ -19,12 +19,15 @@ MIN_IN_FLIGHT, MAX_IN_FLIGHT = 4, 48
 FULL_BATCHES = 4  # full batches of rows in flight: some rows wait, and of most units only the longest rows still run
 
 
-def units_in_flight(max_num_seqs: int, unit_rows: int, unit_tokens: int, max_tokens: int, n: int = 1) -> int:
+def units_in_flight(
+    max_num_seqs: int, unit_rows: int, unit_tokens: int, max_tokens: int, n: int = 1, has_images: bool = False
+) -> int:
     """Return the number of open units that keep the batch of an engine with `max_num_seqs` sequences full, from the
     largest number of rows with `n` samples that a unit can have. `python -m benchmarks.simulate pools` compares
-    values."""
+    values. has_images: units are large, so that fewer are open."""
     rows = max(1, min(unit_rows, unit_tokens // max(1, max_tokens * n)))
-    return min(MAX_IN_FLIGHT, max(MIN_IN_FLIGHT, -(-FULL_BATCHES * max_num_seqs // (rows * n))))
+    batches = 1 if has_images else FULL_BATCHES
+    return min(MAX_IN_FLIGHT, max(MIN_IN_FLIGHT, -(-batches * max_num_seqs // (rows * n))))
 
 
 @dataclass(frozen=True)

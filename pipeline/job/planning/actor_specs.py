@@ -62,7 +62,8 @@ def flow_spec(
         num_seqs = engine.max_num_seqs or max_default_seqs(on_gpu)
     else:
         num_seqs = engine.max_concurrency
-    in_flight = units_in_flight(num_seqs, units.unit_rows, units.unit_tokens, units.default_max_tokens, units.default_n)
+    per_row = units.default_max_tokens, units.default_n
+    in_flight = units_in_flight(num_seqs, units.unit_rows, units.unit_tokens, *per_row, bool(units.prompt.images))
     requested = failpoints.requested(os.environ)
     return FlowSpec(
         source=plan.source,
