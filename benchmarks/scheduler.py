@@ -26,6 +26,7 @@ from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.kernels import reference
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.tokenization.tokenizer import Tokenizer
 
 HOST_VOCAB = 256  # small, so that reading logits does not dominate the host's time
@@ -86,8 +87,8 @@ class Load:
         self.engine = Engine.from_parts(
             self.runner,  # type: ignore[arg-type]  # reads nothing and cleans no blocks
             SimpleNamespace(decode=self.decode, eos_token_ids=tokenizer.eos_token_ids),  # type: ignore[arg-type]
-            num_blocks=num_running * -(-MAX_MODEL_LEN // BLOCK_SIZE),
-            block_size=BLOCK_SIZE,
+            num_pages=num_running * -(-MAX_MODEL_LEN // BLOCK_SIZE),
+            kv_pages=KVPages(BLOCK_SIZE, 0),
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=num_running,
             max_num_batched_tokens=num_running + CHUNK_TOKENS,

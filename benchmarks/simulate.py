@@ -37,6 +37,7 @@ from pipeline.engine.stats import EngineStats
 from pipeline.kernels.triton.linear.crossover import crossover_of
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, DecoderSize, StepLoad, Weights, step_seconds
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.roofline.shares import MEASURED
 
 # Host time of an iteration, measured by `benchmarks.scheduler`. REPLAY_S is an assumption.
@@ -126,7 +127,7 @@ class SimulatedEngine:
     ) -> None:
         self.machine, self.now = machine, now
         self.stats, self.pool = EngineStats(), BlockPool(num_blocks or machine.num_blocks, BLOCK_SIZE)
-        self.table = SlotTable(machine.max_num_seqs, max_model_len, BLOCK_SIZE)
+        self.table = SlotTable(machine.max_num_seqs, max_model_len, KVPages(BLOCK_SIZE, 0))
         self.scheduler = Scheduler(self.table, self.pool, self.stats, MAX_NUM_BATCHED_TOKENS, True)
         self.scheduler.pacing = AdmissionPacing() if machine.is_paced else None
         self.rows: dict[int, SimulatedRow] = {}  # unfinished rows by order
@@ -150,7 +151,7 @@ class SimulatedEngine:
         seconds = max(host_s, self._before_s)
         self.now, self.num_mixed = self.now + seconds, self.num_mixed + is_mixed
         self.waited_s += seconds - self._before_s
-        num_shared = max(int(self.table.num_blocks[slot_S].sum()) - self.pool.num_held, 0)
+        num_shared = max(int(self.table.num_pages[slot_S].sum()) - self.pool.num_held, 0)
         self._before_s = self.machine.device_s(plan, num_shared * BLOCK_SIZE)
         tokens = StepTokens.from_plan(plan, self.table.num_prompt[slot_S], self.table.recompute_until[slot_S])
         self.repeated_s += self._before_s * tokens.repeated / plan.num_tokens

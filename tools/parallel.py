@@ -42,6 +42,7 @@ from pipeline.roofline.cost_model import (
 )
 from pipeline.roofline.exchanges import all_reduce_seconds, step_exchanges
 from pipeline.roofline.job_simulation import Batching, RequestTokens, RunningRequests, simulate_job
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.roofline.shares import MEASURED
 from tools.generated import ROOT, check_or_write
 
@@ -80,9 +81,9 @@ def served(card: Card, size: DecoderSize, weights: Weights, num_cards: int) -> S
     limits = gpu_limits(card.memory_bytes, card.compute_capability, int(packed))
     borders = crossover_of(card.compute_capability)
     form = weight_layout(weights, size, ceilings, borders, limits.max_num_seqs)
-    room = kv_room(size, form, ceilings, SLACK_BYTES)
+    room, pages = kv_room(size, form, ceilings, SLACK_BYTES), KVPages(BLOCK_SIZES["cuda"], 0)
     return Served(
-        ceilings, form, Batching(limits.max_num_seqs, limits.max_num_batched_tokens, room, BLOCK_SIZES["cuda"])
+        ceilings, form, Batching(limits.max_num_seqs, limits.max_num_batched_tokens, room // pages.page_size, pages)
     )
 
 
@@ -139,12 +140,13 @@ def fastest_seconds(
         engine, num_batches = served(card, size, weights, num_cards), 1
     else:
         engine, num_batches = served(card, stage_of(size, num_cards), weights, 1), num_cards
-    kv_tokens = engine.batching.kv_tokens // num_batches
-    if kv_tokens < MIN_AT_ONCE * max(request.prompt + request.output for request in requests):
+    num_pages = engine.batching.num_pages // num_batches
+    longest = max(request.prompt + request.output for request in requests)
+    if engine.batching.pages.max_tokens(num_pages) < MIN_AT_ONCE * longest:
         return None
     times = []
     for tokens in STEP_TOKENS:
-        limits = replace(engine.batching, kv_tokens=kv_tokens, max_num_batched_tokens=tokens)
+        limits = replace(engine.batching, num_pages=num_pages, max_num_batched_tokens=tokens)
         each = replace(engine, batching=replace(limits, max_num_seqs=min(limits.max_num_seqs, tokens)))
         if kind == "tensor":
             times.append(tensor_parallel_seconds(requests, size, each))

@@ -23,6 +23,7 @@ from pipeline.engine.startup.memory import free_cpu_bytes
 from pipeline.model.config import read_config
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, simulate_job
+from pipeline.roofline.kv_pages import KVPages
 
 SETS = ("generation", "summaries", "classification", "shared", "single")
 SMOKE_BY = 256, 16  # divisors of the sets' requests and tokens
@@ -148,8 +149,10 @@ def _job(work: RequestSet, engine: Engine, setting: Setting) -> Job:
 def _bound_s(work: RequestSet, engine: Engine, setting: Setting) -> float:
     resolved = {name: int(value) for name, value in engine.resolved.items() if isinstance(value, int)}
     block_size = resolved["block_size"]
-    kv_tokens = resolved["num_kv_blocks"] * block_size
-    batching = Batching(resolved["max_num_seqs"], resolved["max_num_batched_tokens"], kv_tokens, block_size)
+    blocks_per_page = resolved.get("kv_page_tokens", block_size) // block_size
+    pages = KVPages(block_size, 0, resolved.get("kv_window"), blocks_per_page)
+    limits = resolved["max_num_seqs"], resolved["max_num_batched_tokens"]
+    batching = Batching(*limits, resolved["num_kv_blocks"], pages)
     on_gpu, rates = setting.device.type == "cuda", setting.rates
     memory = torch.cuda.get_device_properties(setting.device).total_memory if on_gpu else free_cpu_bytes()
     ceilings = Ceilings("this device", rates.copy_bytes_per_s, rates.gemm_flops_per_s, memory)

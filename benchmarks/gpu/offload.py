@@ -24,6 +24,7 @@ from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import layer_bytes_on_gpu
 from pipeline.engine.startup.resolve import resolve
 from pipeline.model.config import read_config
+from pipeline.model.kv_cache import single_kv_pages
 from pipeline.model.load import as_stored
 from pipeline.model.offload import CudaCopies
 
@@ -74,7 +75,9 @@ def _measure(setting: Setting, share: float) -> OffloadTimes:
     began, resolved = time.perf_counter(), resolve(config, model)
     loaded = LoadedModel.load(folder, model, resolved)
     num_blocks = max(ROWS) * -(-CONTEXT // BLOCK_SIZE) + -(-prompt // BLOCK_SIZE)
-    runner = loaded.runner(num_blocks, BLOCK_SIZE, resolved.max_model_len)
+    runner = loaded.runner(
+        num_blocks, single_kv_pages(loaded.config, BLOCK_SIZE, loaded.kv_dtype), resolved.max_model_len
+    )
     if device.type == "cuda":
         sizes = {"max_num_seqs": max(ROWS), "max_queries": 1, "max_tokens": max(ROWS)}
         runner.capture_steps(CudaCapture(), log=lambda done, total: None, **sizes)

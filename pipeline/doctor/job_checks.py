@@ -151,7 +151,10 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
     adapters = _adapter_bytes(config, setup) * fit.dtype.itemsize // 4
     need, kv = adapters + fit.weight_bytes, fit.kv_bytes_per_token
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else fit.memory_bytes
-    context = f"a full context of {config.max_position:,} tokens {shown_bytes(kv * config.max_position)}"
+    length, pages = config.max_position, fit.pages
+    context = f"a full context of {length:,} tokens {shown_bytes(pages.num_pages(length) * pages.page_bytes)}"
+    if pages.window is not None:
+        context += f" (some layers keep the last {pages.window:,})"
     others = ["a draft model"] * (model.draft is not None) + [f"adapters: {shown_bytes(adapters)}"] * bool(adapters)
     included = f" (with {', '.join(others)})" if others else ""
     weights = f"about {shown_bytes(need)} of weights{included} in {str(fit.dtype).removeprefix('torch.')}"

@@ -46,6 +46,7 @@ from pipeline.engine.step.output_processor import OutputProcessor
 from pipeline.engine.step.overlapped import OverlappedLoop
 from pipeline.engine.tasks import Classify, Embed, Pooling
 from pipeline.errors import ConfigError
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.tokenization.tokenizer import Tokenizer
 
 
@@ -68,8 +69,8 @@ class Engine:
             built.runner,
             built.tokenizer,
             built.device_context,
-            num_blocks=built.num_blocks,
-            block_size=resolved.block_size,
+            num_pages=built.num_pages,
+            kv_pages=resolved.kv_pages,
             max_model_len=built.max_model_len,
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
@@ -98,8 +99,8 @@ class Engine:
         tokenizer: Tokenizer,
         device_context: DeviceContext,
         *,
-        num_blocks: int,
-        block_size: int,
+        num_pages: int,
+        kv_pages: KVPages,
         max_model_len: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
@@ -111,8 +112,8 @@ class Engine:
         self.device_context = device_context  # for callers that compute with `runner` outside steps
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.stats = EngineStats()
-        self.pool = BlockPool(num_blocks, block_size)
-        self.table = SlotTable(max_num_seqs, max_model_len, block_size, adapters)
+        self.pool = BlockPool(num_pages, kv_pages.page_size)
+        self.table = SlotTable(max_num_seqs, max_model_len, kv_pages, adapters)
         self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, device_context.num_threads)
         self._output_processor = OutputProcessor(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
@@ -173,8 +174,8 @@ class Engine:
         self.scheduler.pacing = AdmissionPacing() if is_captured else None
         self._recovery = MemoryRecovery(self.loop)
 
-    def _clean(self, blocks: list[int]) -> None:
-        self.runner.zero_blocks(blocks)
+    def _clean(self, page_ids: list[int]) -> None:
+        self.runner.zero_pages(page_ids)
 
     @property
     def spec_decoder(self) -> SpecDecoder | None:

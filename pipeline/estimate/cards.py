@@ -87,7 +87,7 @@ class OnCard:
     def _simulated(self, reached: Reached) -> JobSeconds:
         size, weights, value_bytes = _costs(self.card, self.model, self.fit)
         limits, fit = self.fit.limits, self.fit
-        batching = Batching(limits.max_num_seqs, limits.max_num_batched_tokens, fit.kv_tokens, fit.block_size)
+        batching = Batching(limits.max_num_seqs, limits.max_num_batched_tokens, fit.num_pages, fit.pages)
         ceilings = Ceilings.of_card(self.card, reached, fit.num_cards)
         return simulate_job(self.requests, size, weights, ceilings, batching, kv_value_bytes=value_bytes)
 
@@ -118,7 +118,7 @@ def on_card(card: Card, model: ServedModel, num_cards: int, requests: Sequence[R
     lacks, longest = fit.lacks, max(request.prompt + request.output for request in requests)
     if not lacks and fit.dtype.itemsize != 2:
         lacks = "its speed is known in 16 bit only"
-    if not lacks and fit.kv_tokens < longest + fit.block_size:
+    if not lacks and fit.kv_tokens < longest + fit.pages.page_size:
         cards = "its memory" if num_cards == 1 else f"the memory of {num_cards} cards"
         lacks = f"the weights and one request do not fit {cards}"
     return OnCard(card, model, fit, requests, lacks)

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.checkpoints.locate import folder_here
 from pipeline.engine.config import EngineConfig
-from pipeline.engine.startup.batch_limits import BLOCK_SIZES, CPU_LIMITS, BatchLimits, gpu_limits
+from pipeline.engine.startup.batch_limits import CPU_LIMITS, BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import (
     CPU_SHARE,
     SLACK_BYTES,
@@ -25,7 +25,7 @@ from pipeline.engine.startup.memory import (
     offload_plan,
     weight_bytes,
 )
-from pipeline.engine.startup.resolve import quantized_on_load, resolve_kv_dtype
+from pipeline.engine.startup.resolve import quantized_on_load, resolve_kv_dtype, resolve_kv_pages
 from pipeline.errors import ConfigError, ModelError
 from pipeline.kernels.activations.act_quant import NOT_ROUNDED, Activations, resolve_activations
 from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
@@ -33,6 +33,7 @@ from pipeline.kernels.select import default_dtype, native_activations
 from pipeline.model.config import DTYPES, ModelConfig, read_config
 from pipeline.model.load import as_stored
 from pipeline.roofline.cards import Card
+from pipeline.roofline.kv_pages import KVPages
 
 GROUP_SIZES = (1, 2, 4, 8)  # cards of an engine
 STEP_BYTES = 2 << 30  # estimate of the largest step on a GPU; the engine measures it at startup
@@ -44,7 +45,8 @@ class Fit:
 
     memory_bytes: of each device: the sum of weight_bytes (its share of the model, and the draft model), kv_bytes (of
     the KV cache), step_bytes (of the largest step and of libraries) and free_bytes, which is negative if the weights do
-    not fit. activations: as rounded there. kv_bytes_per_token: of each device's share of the KV cache. keeps_dense:
+    not fit. activations: as rounded there. kv_bytes_per_token: of each device's share of the KV cache, in all layers.
+    pages: of that share. keeps_dense:
     packed weights have a 16-bit copy. offload: weights in host memory, which weight_bytes excludes. lacks: a feature
     that the job requires and the device lacks, so that a run would fail; else empty.
     """
@@ -57,7 +59,7 @@ class Fit:
     weight_bytes: int
     kv_bytes: int
     kv_bytes_per_token: int
-    block_size: int
+    pages: KVPages
     limits: BatchLimits
     step_bytes: int = 0
     num_cards: int = 1
@@ -75,12 +77,16 @@ class Fit:
 
     @property
     def kv_tokens(self) -> int:
-        """Capacity of the KV cache, in whole blocks."""
-        return self.kv_bytes // (self.block_size * self.kv_bytes_per_token) * self.block_size
+        """Length of the longest sequence that the KV cache holds."""
+        return self.pages.max_tokens(self.num_pages)
+
+    @property
+    def num_pages(self) -> int:
+        return self.kv_bytes // self.pages.page_bytes
 
     def num_sequences(self, length: int) -> int:
         """Return the number of sequences of `length` tokens whose keys and values fit at once."""
-        return self.kv_tokens // (-(-length // self.block_size) * self.block_size)
+        return self.num_pages // self.pages.num_pages(length)
 
 
 @dataclass(frozen=True)
@@ -152,7 +158,7 @@ class ServedModel:
             weight_bytes=weights,
             kv_bytes=max(0, int((free - weights) * CPU_SHARE)),
             kv_bytes_per_token=self._kv_bytes_per_token(self.config, kv_dtype),
-            block_size=self.engine.block_size or BLOCK_SIZES["cpu"],
+            pages=self._pages(self.config, kv_dtype, "cpu"),
             limits=self._limits(CPU_LIMITS),
             lacks="engine.cpu_offload_gb needs a GPU" if self.engine.cpu_offload_gb else "",
         )
@@ -194,7 +200,7 @@ class ServedModel:
             weight_bytes=weights + draft,
             kv_bytes=max(0, budget - STEP_BYTES - SLACK_BYTES - weights),
             kv_bytes_per_token=self._kv_bytes_per_token(config, kv_dtype),
-            block_size=engine.block_size or BLOCK_SIZES["cuda"],
+            pages=self._pages(config, kv_dtype, "cuda"),
             limits=limits,
             step_bytes=STEP_BYTES + SLACK_BYTES,
             num_cards=num_cards,
@@ -216,6 +222,13 @@ class ServedModel:
     def _kv_bytes_per_token(self, share: ModelConfig, kv_dtype: torch.dtype) -> int:
         draft = 0 if self.draft is None else self.draft.kv_bytes_per_token(kv_dtype)
         return share.kv_bytes_per_token(kv_dtype) + draft
+
+    def _pages(self, share: ModelConfig, kv_dtype: torch.dtype, device_type: str) -> KVPages:
+        """Return the pages of a share of the target's cache, with the draft model's part of them."""
+        max_model_len = self.engine.max_model_len or self.config.max_position
+        pages = resolve_kv_pages(self.engine, share, kv_dtype, device_type, max_model_len)
+        draft = 0 if self.draft is None else self.draft.kv_bytes_per_token(kv_dtype)
+        return replace(pages, page_bytes=pages.page_bytes + pages.block_size * draft)
 
     def _limits(self, default: BatchLimits) -> BatchLimits:
         """Return the engine's own limits of a step, else the defaults."""

@@ -190,9 +190,9 @@ def _sized(given: EngineConfig, model: ModelConfig) -> EngineConfig:
     resolved = resolve(engine, model)
     # On a CPU the default is no larger than needed.
     if given.kv_cache_memory_bytes is None and resolved.device.type != "cpu":
-        blocks = max_num_seqs * -(-resolved.max_model_len // resolved.block_size)
-        block_bytes = resolved.block_size * model.kv_bytes_per_token(resolved.kv_dtype)
-        engine = replace(engine, kv_cache_memory_bytes=blocks * block_bytes)
+        pages = resolved.kv_pages
+        num_pages = max_num_seqs * pages.num_pages(resolved.max_model_len)
+        engine = replace(engine, kv_cache_memory_bytes=num_pages * pages.page_bytes)
     return engine
 
 

@@ -26,6 +26,15 @@ class AttentionInput:
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
     """Plans of this step: a kernel plans in the first layer that needs a plan; later layers find it by its key."""
+    windowed: "AttentionInput | None" = None
+    """The same step in the blocks of the layers that keep only the last tokens; None: all layers keep all."""
+
+    def of_layer(self, is_windowed: bool) -> "AttentionInput":
+        """Return the layout for a layer."""
+        if not is_windowed:
+            return self
+        assert self.windowed is not None
+        return self.windowed
 
     @classmethod
     def one_sequence(cls, num_tokens: int, block_size: int, device: torch.device | None = None) -> "AttentionInput":

@@ -26,6 +26,7 @@ class GraphShape:
     max_mixed_tokens: int = 0  # of a mixed step, in which a sequence computes more than `max_queries`; 0: none
     num_numbers: int = 0  # of the runner, copied along with each step
     with_fp8_cache: bool = False
+    has_window_blocks: bool = False  # layers with a window have the blocks of `AttentionInput.windowed`
 
 
 class FutureNumbers(NamedTuple):

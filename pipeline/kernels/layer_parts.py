@@ -69,7 +69,8 @@ class FusedLayerLoop(Protocol):
         rotations: Sequence[Rotation],
         attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
+        is_windowed: Sequence[bool],
     ) -> None:
         """Update x and residual in place to their values after the last layer; write keys and values to the caches.
-        rotations: one for each of the model's ropes."""
+        rotations: one for each of the model's ropes. is_windowed: of each layer, for `AttentionInput.of_layer`."""
         ...

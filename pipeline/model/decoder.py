@@ -5,7 +5,7 @@ projection (N + 2 K), D head size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.kernels.attention_input import AttentionInput
-from pipeline.kernels.cache import LayerCache
 from pipeline.kernels.contract import Kernels
 from pipeline.kernels.layer_parts import Norm, Rotation
 from pipeline.kernels.linears import InputKernels, Linear
 from pipeline.kernels.memory import on_device
 from pipeline.kernels.ranks import ONE_RANK, OneRank
 from pipeline.model.config import ModelConfig
+from pipeline.model.kv_cache import KVCache
 from pipeline.model.layer_spec import Activation
 from pipeline.model.load import ExpertNorms, LayerWeights, WeightReader
 from pipeline.model.lora import Adapters
@@ -29,46 +29,6 @@ from pipeline.model.offload import LayerOffload
 from pipeline.model.routed import RoutedExperts
 from pipeline.model.sharding import Share
 from pipeline.weights.packed import DenseWeight, LinearWeight, StackedWeight
-
-
-@dataclass(frozen=True)
-class KVCache:
-    """Keys and values of all layers, in blocks."""
-
-    layers: list[LayerCache]
-    has_spare_block: bool = False
-
-    @classmethod
-    def allocate(
-        cls,
-        config: ModelConfig,
-        num_blocks: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        with_spare_block: bool = False,
-    ) -> "KVCache":
-        """Allocate a cache in the model's type or FP8. with_spare_block: add a last block, to which the tokens that pad
-        a step are written."""
-        shape = num_blocks + with_spare_block, block_size
-        heads = [config.heads(layer) for layer in range(config.num_layers)]
-        layers = [LayerCache.allocate(*shape, *each, dtype, device) for each in heads]
-        return cls(layers, with_spare_block)
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of blocks, including the spare one."""
-        return self.layers[0].k_CBKD.shape[0]
-
-    @property
-    def block_size(self) -> int:
-        return self.layers[0].k_CBKD.shape[1]
-
-    def fill(self, blocks: list[int], value: float) -> None:
-        """Overwrite whole blocks in every layer (after non-finite values, and in tests)."""
-        for layer in self.layers:
-            layer.fill(blocks, value)
-
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -191,6 +151,7 @@ class DecoderLayer:
         """Return x and residual (T, H) after this layer, only for the tokens `row_R` if given. Keys and values are
         written for all tokens. May write into its inputs. rotations: of each rope of the model."""
         c, rotation = self.config, rotations[self.rope_index]
+        attn_metadata = attn_metadata.of_layer(kv.is_windowed[self.index])
         normed_TH, residual_TH = add_norm(c, self.before_qkv, x_TH, residual_TH, self.attn_norm)
         q_TND = self.write(normed_TH, rotation, attn_metadata.slot_mapping_T, kv)
         if row_R is not None and len(row_R) < len(q_TND):
@@ -305,7 +266,7 @@ class Decoder:
             assert self.adapters is not None
             fused_loop, layers = None, self.adapters.adapted(layers, adapter_T, row_R)
         if fused_loop is not None and len(row_R) == len(x_TH) and fused_loop.supports(attn_metadata, kv.layers):
-            fused_loop.run(x_TH, residual_TH, rotations, attn_metadata, kv.layers)
+            fused_loop.run(x_TH, residual_TH, rotations, attn_metadata, kv.layers, kv.is_windowed)
         else:
             for layer in layers if self.offload is None else self.offload.in_turn(layers):
                 wanted_R = row_R if layer is layers[-1] else None

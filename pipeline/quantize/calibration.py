@@ -15,7 +15,8 @@ from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.linears import Linear
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig
-from pipeline.model.decoder import DecoderLayer, KVCache
+from pipeline.model.decoder import DecoderLayer
+from pipeline.model.kv_cache import KVCache, single_kv_pages
 from pipeline.model.load import LayerWeights
 from pipeline.model.rotation import RotationTables
 from pipeline.quantize.gptq import SecondMoments
@@ -42,7 +43,8 @@ class Calibration:
         longest = max(map(len, texts))
         self._longest = longest
         one = replace(config, layers=config.layers[:1])
-        self._kv = KVCache.allocate(one, -(-longest // BLOCK_SIZE), BLOCK_SIZE, torch.float32, device)
+        pages = single_kv_pages(one, BLOCK_SIZE, torch.float32)
+        self._kv = KVCache.allocate(one, -(-longest // BLOCK_SIZE), pages, torch.float32, device)
         self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() for ids in texts]
         if position_PH is not None:
             self._hidden_TH = [hidden_TH + position_PH[: len(hidden_TH)].float() for hidden_TH in self._hidden_TH]

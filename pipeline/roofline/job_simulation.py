@@ -21,6 +21,7 @@ from pipeline.roofline.cost_model import (
     Weights,
     step_seconds,
 )
+from pipeline.roofline.kv_pages import KVPages
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,12 @@ class RequestTokens:
 
 @dataclass(frozen=True)
 class Batching:
-    """Limits of a step, and the capacity of the KV cache in tokens."""
+    """Limits of a step, and the KV cache."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    kv_tokens: int
-    block_size: int = 64
+    num_pages: int
+    pages: KVPages
 
 
 @dataclass(frozen=True)
@@ -61,29 +62,29 @@ class JobSeconds:
 class RunningRequests:
     """State of continuous batching: arrays over the running requests, in the order of admission.
 
-    waiting: requests to admit, which are removed from it. blocks: each request's final number of blocks, without shared
+    waiting: requests to admit, which are removed from it. blocks: each request's final number of pages, without shared
     ones.
     """
 
     def __init__(self, waiting: deque[RequestTokens], batching: Batching, shared_prefix: int = 0) -> None:
         self.batching = batching
         self.waiting = waiting
-        self.num_blocks = batching.kv_tokens // batching.block_size
-        self.shared_blocks = shared_prefix // batching.block_size  # held once, from the first request to the end
-        self.shared_tokens = self.shared_blocks * batching.block_size
+        self.num_blocks = batching.num_pages
+        self.shared_blocks = shared_prefix // batching.pages.page_size  # held once, from the first request to the end
+        self.shared_tokens = self.shared_blocks * batching.pages.page_size
         self.has_prefix = self.shared_blocks == 0
         self.holds_prefix = 0  # blocks
         self.computed, self.prompt, self.end, self.blocks = (np.zeros(0, dtype=np.int64) for _ in range(4))
 
     def admit(self) -> None:
-        size, new, peak = self.batching.block_size, [], None
+        pages, new, peak = self.batching.pages, [], None
         running_blocks, new_blocks = int(self.blocks.sum()), 0
         while self.waiting and len(self.computed) + len(new) < self.batching.max_num_seqs:
             is_first = not self.has_prefix
             if is_first and (new or len(self.computed)):
                 break  # the first request computes the prefix; the others wait until it is cached
             request = self.waiting[0]
-            own = -(-(request.prompt + request.output) // size) - self.shared_blocks
+            own = pages.num_pages(request.prompt + request.output) - self.shared_blocks
             joining = own + self.shared_blocks * is_first + new_blocks
             if self.holds_prefix + running_blocks + joining > self.num_blocks:
                 peak = self._peak_blocks() if peak is None else peak
@@ -91,13 +92,14 @@ class RunningRequests:
                     if not new and not len(self.computed):
                         raise ConfigError(
                             f"a request of {request.prompt} prompt and {request.output} output tokens does not fit "
-                            f"into a KV cache of {self.batching.kv_tokens} tokens: the card is too small for this job"
+                            f"into a KV cache of {pages.max_tokens(self.num_blocks)} tokens: the card is too small "
+                            "for this job"
                         )
                     break
             self.waiting.popleft()
             if is_first:
                 self.holds_prefix = self.shared_blocks
-            start = 0 if is_first else self.shared_blocks * size
+            start = 0 if is_first else self.shared_tokens
             new.append((start, request.prompt, request.prompt + request.output - 1, own))
             new_blocks += own
         if new:  # a request's last token is sampled and not computed
@@ -111,11 +113,12 @@ class RunningRequests:
 
         A decoding request counts half a block as empty; one that still computes its prompt counts with its final size.
         """
-        size, decodes = self.batching.block_size, self.computed >= self.prompt
-        computed, left = self.computed[decodes], (self.end - self.computed)[decodes]
-        order = np.argsort(-left, kind="stable")
-        tokens = np.cumsum(computed[order] - self.shared_tokens)  # of the requests that finish last
-        peaks = (tokens + np.arange(1, len(order) + 1) * (left[order] + size / 2)) / size
+        decodes = self.computed >= self.prompt
+        computed, end = self.computed[decodes], self.end[decodes]
+        order = np.argsort(computed - end, kind="stable")
+        num, rate = self.batching.pages.growth(computed[order], end[order])
+        # of the requests that finish last
+        peaks = np.cumsum(num - self.shared_blocks) + np.cumsum(rate) * (end - computed)[order]
         return float(self.blocks[~decodes].sum()) + float(peaks.max(initial=0.0))
 
     def step(self) -> StepLoad:

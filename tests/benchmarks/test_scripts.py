@@ -14,6 +14,7 @@ from benchmarks.simulate import BLOCK_SIZE, Machine, SimulatedEngine, SimulatedR
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.job_simulation import Batching, simulate_job
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.roofline.shares import MEASURED
 
 TINY = {
@@ -88,7 +89,7 @@ def test_the_estimate_of_a_job_equals_the_schedulers_when_memory_is_tight() -> N
     by_scheduler = SimulatedEngine(machine, 1024).run(rows)
     lengths = sorted(REQUEST_SETS["generation"].smaller(4, 1).lengths(), key=lambda row: -row.prompt)
     ceilings = Ceilings.of_card(find_card("L4"), MEASURED)
-    batching = Batching(machine.max_num_seqs, 8192, machine.num_blocks * BLOCK_SIZE)
+    batching = Batching(machine.max_num_seqs, 8192, machine.num_blocks, KVPages(BLOCK_SIZE, 0))
     found = simulate_job(lengths, machine.size, machine.weights, ceilings, batching)
     assert by_scheduler["kv_used"] > 0.7
     assert found.wall_s == pytest.approx(by_scheduler["seconds"], rel=0.06)

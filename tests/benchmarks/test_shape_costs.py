@@ -7,6 +7,7 @@ import numpy as np
 from benchmarks.shape_costs import Moment, job_bytes, job_flops, kv_room, resident_bytes, tail_seconds
 from pipeline.roofline.cost_model import AWQ, DENSE, Ceilings, DecoderSize, ExpertSize, Weights
 from pipeline.roofline.job_simulation import Batching, RequestTokens, simulate_job
+from pipeline.roofline.kv_pages import KVPages
 
 SIZE = DecoderSize(256, 512, 2, 4, 2, 64, 1000)
 CARD = Ceilings("a card", 1e9, 1e12, 1e9)
@@ -54,6 +55,6 @@ def test_a_jobs_work_is_its_steps_work():
     apart, shared = (job_bytes(alike, SIZE, DENSE, 6, shared_prefix=prefix) for prefix in (0, 32))
     assert apart - shared == 32 * (4 * 4 - 6) * SIZE.kv_bytes_per_token()  # read in 6 steps, not for 16 tokens
     assert job_bytes(alike, SIZE, DENSE, 99, shared_prefix=32) == job_bytes(alike, SIZE, DENSE, 99)
-    found = simulate_job(RAGGED, SIZE, DENSE, CARD, Batching(64, 4096, 16_000, 16))
+    found = simulate_job(RAGGED, SIZE, DENSE, CARD, Batching(64, 4096, 1000, KVPages(16, 0)))
     assert found.wall_s >= job_flops(RAGGED, SIZE) / CARD.flops_per_s
     assert found.wall_s >= job_bytes(RAGGED, SIZE, DENSE, found.num_steps) / CARD.bytes_per_s

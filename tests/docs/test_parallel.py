@@ -7,6 +7,7 @@ import pytest
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import DENSE, Ceilings, DecoderSize, StepLoad, step_seconds
 from pipeline.roofline.job_simulation import Batching, RequestTokens, simulate_job
+from pipeline.roofline.kv_pages import KVPages
 from tools import parallel
 from tools.parallel import Served, fastest_seconds, pipeline_parallel_seconds, requests_of, stage_of, stage_seconds
 
@@ -16,7 +17,7 @@ MANY = requests_of((60, 20), 64)
 
 
 def served(num_stages: int, kv_tokens: int = 4096, **card: float) -> Served:
-    return Served(replace(CARD, **card), DENSE, Batching(16, 256, kv_tokens // num_stages, 16))
+    return Served(replace(CARD, **card), DENSE, Batching(16, 256, kv_tokens // num_stages // 16, KVPages(16, 0)))
 
 
 def test_a_pipeline_of_one_stage_is_one_card() -> None:

@@ -16,6 +16,7 @@ from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.request import Request
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.kernels.reference import greedy, sample
+from pipeline.roofline.kv_pages import KVPages
 
 VOCAB = 97
 EOS = 96
@@ -43,7 +44,8 @@ def expected_tokens(
 class HashRunner:
     """The runner protocol over an integer cache; `bad_token` makes the logits of every context that holds it NaN.
 
-    The next token depends on the last `memory` tokens only, if given, so that texts repeat themselves.
+    The next token depends on the last `memory` tokens only, if given, so that texts repeat themselves. If pages are
+    shared by layers with a window, these have a cache of their own, whose last tokens must be those of the other one.
     """
 
     vocab_size = hidden_size = VOCAB
@@ -52,11 +54,10 @@ class HashRunner:
     has_graphs = True
     greedy, sample = staticmethod(greedy), staticmethod(sample)
 
-    def __init__(
-        self, num_blocks: int, block_size: int, bad_token: int | None = None, memory: int | None = None
-    ) -> None:
-        self.cache = np.full((num_blocks, block_size), _STALE, dtype=np.int64)
-        self.block_size, self.bad_token, self.memory = block_size, bad_token, memory
+    def __init__(self, num_pages: int, pages: KVPages, bad_token: int | None = None, memory: int | None = None) -> None:
+        self.cache = np.full((num_pages * pages.stride, pages.block_size), _STALE, dtype=np.int64)
+        self.window_cache = np.full((num_pages * pages.window_stride, pages.block_size), _STALE, dtype=np.int64)
+        self.pages, self.block_size, self.bad_token, self.memory = pages, pages.block_size, bad_token, memory
         self.tokens_per_step: list[int] = []
         self.zeroed: list[int] = []
 
@@ -66,6 +67,13 @@ class HashRunner:
         assert (step.token_id_T >= 0).all(), "a placeholder was computed as a known token"
         self.tokens_per_step.append(len(step.token_id_T))
         self.cache.reshape(-1)[step.slot_mapping_T] = step.token_id_T
+        if step.window_slot_mapping_T is not None:
+            self.window_cache.reshape(-1)[step.window_slot_mapping_T] = step.token_id_T
+            both = [
+                set((slot_T // self.block_size // stride).tolist())
+                for slot_T, stride in zip(step.slot_mappings, (self.pages.stride, self.pages.window_stride))
+            ]
+            assert not both[0] & both[1], "both kinds of layers write to a page"
         logits = torch.zeros(len(step.logit_row_R), VOCAB)
         for r, row in enumerate(step.logit_row_R.tolist()):
             s = int(np.searchsorted(step.query_start_S1, row, side="right")) - 1
@@ -73,6 +81,12 @@ class HashRunner:
             blocks = step.block_table_SM[s, : -(-length // self.block_size)]
             context = self.cache[blocks].reshape(-1)[:length].tolist()
             assert _STALE not in context, "read a slot that was not written since the block was allocated"
+            if step.window_block_table_SM is not None:
+                assert self.pages.window is not None
+                seen = np.arange(max(length - self.pages.window, 0), length)
+                blocks = step.window_block_table_SM[s, seen // self.block_size]
+                in_window = self.window_cache[blocks, seen % self.block_size].tolist()
+                assert in_window == context[-self.pages.window :], "the window has other tokens"
             if self.bad_token is not None and self.bad_token in context:
                 logits[r] = float("nan")
             else:
@@ -92,9 +106,14 @@ class HashRunner:
 
     def close(self) -> None: ...
 
-    def zero_blocks(self, blocks: list[int]) -> None:
-        self.zeroed += blocks
-        self.cache[blocks] = 0
+    def zero_pages(self, page_ids: list[int]) -> None:
+        self.zeroed += page_ids
+        self.fill(page_ids, 0)
+
+    def fill(self, page_ids: list[int], value: int) -> None:
+        page_P = np.array(page_ids, dtype=np.int64)
+        self.cache[self.pages.block_ids(page_P, windowed=False)] = value
+        self.window_cache[self.pages.block_ids(page_P, windowed=True)] = value
 
 
 def _with(step: StepInput, future: FutureTokens) -> StepInput:
@@ -154,6 +173,8 @@ class PlainTokenizer:
 def hash_engine(
     num_blocks: int,
     block_size: int = 4,
+    window: int | None = None,
+    blocks_per_page: int = 1,
     bad_token: int | None = None,
     memory: int | None = None,
     is_asynchronous: bool = False,
@@ -161,30 +182,34 @@ def hash_engine(
     **options: int,
 ) -> Engine:
     """Build an engine on a HashRunner whose blocks turn stale whenever they are allocated."""
-    runner = HashRunner(num_blocks, block_size, bad_token, memory)
+    pages = KVPages(block_size, 0, window, blocks_per_page, stride=blocks_per_page)
+    runner = HashRunner(num_blocks, pages, bad_token, memory)
     runner.is_asynchronous = is_asynchronous
     settings = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16} | options
-    engine = Engine.from_parts(
-        runner, tokenizer or PlainTokenizer(), num_blocks=num_blocks, block_size=block_size, **settings
-    )
+    engine = Engine.from_parts(runner, tokenizer or PlainTokenizer(), num_pages=num_blocks, kv_pages=pages, **settings)
     assert (engine.scheduler.pacing is not None) == is_asynchronous
     engine.scheduler.pacing = None  # it measures time, and a test's steps must be reproducible
     allocate = engine.pool.allocate
 
     def allocate_stale(count: int) -> list[int]:
-        blocks = allocate(count)
-        runner.cache[blocks] = _STALE
-        return blocks
+        page_ids = allocate(count)
+        runner.fill(page_ids, _STALE)
+        return page_ids
 
     engine.pool.allocate = allocate_stale  # type: ignore[method-assign]
     return engine
 
 
-def tight_engine(rng: np.random.Generator, max_len: int = 64, **options: Any) -> Engine:
-    """Build an engine of random sizes, whose cache holds from one to about four long sequences."""
+def tight_engine(rng: np.random.Generator, max_len: int = 64, has_window: bool = False, **options: Any) -> Engine:
+    """Build an engine of random sizes, whose cache holds from one to about four long sequences. has_window: some layers
+    keep only the last tokens, of a random number."""
     size = int(rng.choice([1, 3, 4, 8]))
+    of_one = -(-max_len // size)
+    if has_window:
+        options |= {"window": int(rng.integers(2, 24)), "blocks_per_page": int(rng.integers(1, 4))}
+        of_one = KVPages(size, 0, options["window"], options["blocks_per_page"]).num_pages(max_len)
     return hash_engine(
-        -(-max_len // size) + int(rng.integers(0, 3 * max_len // size)),
+        of_one + int(rng.integers(0, 3 * of_one)),
         size,
         max_model_len=max_len,
         max_num_seqs=int(rng.integers(1, 9)),

@@ -168,7 +168,7 @@ def test_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchanged(folder:
         with float32_engine(folder) as engine:
             if poison is not None:
                 engine.runner.decoder.embedding.weight_NK[NAN_TOKEN] = poison
-            zero, kv = engine.runner.zero_blocks, engine.runner.kv
+            zero, kv = engine.runner.zero_pages, engine.runner.kv
             zeroed = []
 
             def zero_and_look(blocks: list[int]) -> None:
@@ -177,7 +177,7 @@ def test_a_row_of_nan_logits_is_an_error_row_and_its_mates_are_unchanged(folder:
                 assert all(part.float().isfinite().all() for layer in kv.layers for part in layer.tensors)
                 zeroed.extend(blocks)
 
-            engine.runner.zero_blocks = zero_and_look  # type: ignore[method-assign]
+            engine.runner.zero_pages = zero_and_look  # type: ignore[method-assign]
             # The bad prompt ends with its first token in both runs, so that every step has the same shapes.
             done = engine.generate([*prompts[:2], bad, *prompts[2:]], [*params[:2], one_token, *params[2:]])
             if poison is not None:

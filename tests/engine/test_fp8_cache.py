@@ -133,7 +133,7 @@ def test_a_broken_row_is_an_error_row_and_its_mates_are_unchanged(folder: Path, 
         sound = engine.generate([*prompts, bad[:24]], greedy(8))[:-1]
     with fp8_engine(folder, kernels=kernels) as engine:
         engine.runner.decoder.embedding.weight_NK[NAN_TOKEN] = poison
-        zero, layers, seen = engine.runner.zero_blocks, engine.runner.kv.layers, []
+        zero, layers, seen = engine.runner.zero_pages, engine.runner.kv.layers, []
 
         def zero_and_look(blocks: list[int]) -> None:
             for clean in (lambda _: None, zero):
@@ -142,7 +142,7 @@ def test_a_broken_row_is_an_error_row_and_its_mates_are_unchanged(folder: Path, 
                 assert bool((codes & 0x7F != 0x7F).all()), "no code is NaN"
                 seen.append(all(bool(scale.isfinite().all()) for layer in layers for scale in layer.tensors[2:]))
 
-        engine.runner.zero_blocks = zero_and_look  # type: ignore[method-assign]
+        engine.runner.zero_pages = zero_and_look  # type: ignore[method-assign]
         done = engine.generate([*prompts, bad], [*[greedy(8)] * len(prompts), SamplingParams(max_tokens=8)])
         assert done[-1].error == "non_finite_logits"
         assert seen == [False, True]

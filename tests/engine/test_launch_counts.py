@@ -31,6 +31,7 @@ from pipeline.kernels.triton.launch import H100, CompileTarget, Launch
 from pipeline.model import decoder
 from pipeline.model.config import read_config
 from pipeline.model.decoder import DecoderLayer
+from pipeline.model.kv_cache import single_kv_pages
 from tests.kernels.triton.problems import DEVICE, recorded_launches
 from tests.model_folders import Family, small_config, write_checkpoint
 from tests.weights.packers import quantize_randomly
@@ -148,7 +149,7 @@ def runner_of(folder: Path, **options: Any) -> ModelRunner:
     shape = read_config(folder)
     with recorded_launches():
         loaded = LoadedModel.load(folder, shape, resolve(config, shape))
-    return loaded.runner((ROWS + 1) * CONTEXT // BLOCK, BLOCK, 512)
+    return loaded.runner((ROWS + 1) * CONTEXT // BLOCK, single_kv_pages(loaded.config, BLOCK, loaded.kv_dtype), 512)
 
 
 REPLAYED = [(0, 0, 6), (0, 0, 6), (0, 0, 7)]  # the second one step ahead of its tokens

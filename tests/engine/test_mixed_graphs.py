@@ -47,7 +47,7 @@ MAX_MIXED = 40
 SIZES: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 16}
 DRAFTS = {"method": "lookup", "num_speculative_tokens": 2, "forced": True}
 KINDS: dict[str, dict[str, Any]] = {
-    "one step ahead, preempted": {"kv_cache_memory_bytes": 22 * BLOCK_BYTES, "block_size": 8},
+    "one step ahead, preempted": {"kv_cache_memory_bytes": 13 * BLOCK_BYTES, "block_size": 8},
     "drafts, fp8 cache": {"speculation": DRAFTS, "kv_cache_dtype": "fp8"},
     "deterministic": {"deterministic": True},
 }

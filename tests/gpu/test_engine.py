@@ -34,6 +34,7 @@ from pipeline.kernels.activations.act_quant import Activations, with_act_quant
 from pipeline.kernels.reference import reference_kernels
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.decoder import Decoder
+from pipeline.model.kv_cache import single_kv_pages
 from tests.gpu.targets import TARGETS, Target
 
 VOCAB = 2048  # of the tiny shapes
@@ -135,7 +136,8 @@ def reference_runner(folder: Path, device: torch.device, activation_dtype: str =
     if activation_dtype != "auto":
         kernels = with_act_quant(kernels, Activations.for_all_weights(activation_dtype), device)
     decoder = Decoder(folder, config, kernels, torch.float32, device)
-    return LoadedModel(config, decoder, kernels, decoder.dtype).runner(-(-LONGEST // BLOCK_SIZE), BLOCK_SIZE, LONGEST)
+    loaded = LoadedModel(config, decoder, kernels, decoder.dtype)
+    return loaded.runner(-(-LONGEST // BLOCK_SIZE), single_kv_pages(config, BLOCK_SIZE, decoder.dtype), LONGEST)
 
 
 def max_behind(
@@ -261,7 +263,7 @@ def test_offloaded_layers_compute_the_same_bits(target: Target, name: str, captu
         )
         logits: list[list[torch.Tensor]] = []
         for each in (resident, offloaded):
-            runner = each.runner(8, BLOCK_SIZE, LONGEST)
+            runner = each.runner(8, single_kv_pages(each.config, BLOCK_SIZE, each.kv_dtype), LONGEST)
             if captured:
                 sizes = {"max_num_seqs": 4, "max_queries": 1, "max_tokens": 4, "max_mixed_tokens": 128}
                 runner.capture_steps(CudaCapture(), log=lambda done, total: None, **sizes)

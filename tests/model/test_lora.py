@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.engine.schedule.step_plan import dummy_step
 from pipeline.errors import ModelError
 from pipeline.model.config import read_config
 from pipeline.model.lora import read_adapter
 from tests.adapters import merge, write_adapter
 from tests.model_folders import FAMILIES, load_reference, make_family
 from tests.parity.harness import LOGIT_TOLERANCE, float32_engine, reference_logits
+from tests.prompt_steps import prompt_step
 
 ALL = ".*_proj|c_attn|c_fc"
 TESTED = {
@@ -41,17 +41,8 @@ TESTED = {
 
 def logits_of(engine: Any, token_ids: list[int], adapters: list[int]) -> list[torch.Tensor]:
     """Return the logits at every position of the same text in one step, with each of the adapters (-1: none)."""
-    size, length, count = engine.pool.block_size, len(token_ids), len(adapters)
-    per_row = -(-length // size)
-    step = dummy_step(
-        count_S=np.full(count, length),
-        context_len_S=np.full(count, length),
-        block_table_SM=np.arange(count * per_row).astype(np.int32).reshape(count, per_row),
-        block_size=size,
-        row_R=np.arange(count * length),
-    )
-    step = replace(step, token_id_T=np.array(token_ids * count, dtype=np.int64), adapter_S=np.array(adapters))
-    return list(engine.runner.execute(step).float().split(length))
+    step = replace(prompt_step(engine.table.pages, token_ids, len(adapters)), adapter_S=np.array(adapters))
+    return list(engine.runner.execute(step).float().split(len(token_ids)))
 
 
 @pytest.mark.parametrize("name", TESTED)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from pipeline.model.config import read_config
-from pipeline.model.decoder import KVCache
 from pipeline.model.families import FAMILIES, Family, FamilyFields
+from pipeline.model.kv_cache import KVCache, single_kv_pages
 from pipeline.model.layer_spec import Heads, TensorNames
 from pipeline.model.rope import NO_ROPE
 from tests.model_folders import VOCAB, small_config, write_tokenizer
@@ -218,7 +218,7 @@ def test_a_family_by_its_description_alone(variant: str, tmp_path: Path, monkeyp
         done = engine.generate(prompts, greedy(32))
         assert engine.stats.cached_tokens > 0
     config = read_config(tmp_path)
-    cache = KVCache.allocate(config, 5, 8, torch.float32, torch.device("cpu"))
+    cache = KVCache.allocate(config, 5, single_kv_pages(config, 8, torch.float32), torch.float32, torch.device("cpu"))
     per_token = config.kv_bytes_per_token(torch.float32)
     assert sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors) == 5 * 8 * per_token
     assert config.size.kv_bytes_per_token(4) == per_token

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from pipeline.checkpoints.adapters import locate_adapter
 from pipeline.demo import demo_adapter, demo_model
-from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.memory import layer_bytes_on_gpu
@@ -24,6 +23,7 @@ from pipeline.kernels.triton.kernel_set import triton_kernels
 from pipeline.kernels.triton.linear.dispatch import DequantBuffer
 from pipeline.model.config import read_config
 from pipeline.model.decoder import Decoder
+from pipeline.model.kv_cache import single_kv_pages
 from pipeline.model.lora import Adapters, read_adapter
 from pipeline.model.offload import LayerOffload, spread_layers
 from tests.kernels.triton.problems import DEVICE
@@ -88,7 +88,8 @@ def step_of(counts: list[int], contexts: list[int], rows: list[int]) -> StepInpu
 
 def logits_of(decoder: Decoder, kernels: Kernels, after_step: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
     """Compute prompts, then decode; with adapters if the decoder has some."""
-    runner: ModelRunner = LoadedModel(decoder.config, decoder, kernels, torch.float32).runner(4, 16, 32)
+    loaded = LoadedModel(decoder.config, decoder, kernels, torch.float32)
+    runner = loaded.runner(4, single_kv_pages(loaded.config, 16, torch.float32), 32)
     logits = []
     for step in (step_of([9, 1], [9, 1], [8, 9]), step_of([3], [12], [2]), step_of([1, 1], [13, 2], [0, 1])):
         step.token_id_T[:] = 5 + np.arange(len(step.token_id_T))

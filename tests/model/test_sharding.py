@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from pipeline.engine.config import EngineConfig
+from pipeline.engine.forward.runner import ModelRunner
 from pipeline.engine.schedule.step_plan import StepInput, dummy_step
 from pipeline.engine.startup.loaded import LoadedModel
 from pipeline.engine.startup.resolve import quantized_on_load, resolve
 from pipeline.errors import ConfigError
 from pipeline.kernels.ranks import ONE_RANK, OneRank, ProcessRanks
 from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.kv_cache import single_kv_pages
 from pipeline.model.load import as_stored
 from pipeline.model.sharding import exchanges_of_step
 from tests.adapters import write_adapter
@@ -62,11 +64,15 @@ def one_step(num_rows: int = NUM_TOKENS, adapter: int = -1) -> StepInput:
     return replace(step, token_id_T=token_id_T, adapter_S=np.array([adapter]) if adapter >= 0 else None)
 
 
+def runner_of(loaded: LoadedModel) -> ModelRunner:
+    return loaded.runner(4, single_kv_pages(loaded.config, 8, loaded.kv_dtype), 256)
+
+
 def logits_of(load: Callable[[OneRank], LoadedModel], step: StepInput, size: int) -> torch.Tensor:
     """Return the leader's logits, with `size` ranks."""
 
     def run(ranks: OneRank) -> torch.Tensor:
-        return load(ranks).runner(4, 8, 256).execute(step)
+        return runner_of(load(ranks)).execute(step)
 
     return run(ONE_RANK) if size == 1 else on_ranks(size, run)[0]
 
@@ -116,7 +122,7 @@ def test_exchanges_of_a_step_are_known_before(num_rows: int, tmp_path: Path) -> 
     config = config_of(folder)
 
     def run(ranks: Any) -> list[Any]:
-        load(folder, ranks, config).runner(4, 8, 256).execute(one_step(num_rows))
+        runner_of(load(folder, ranks, config)).execute(one_step(num_rows))
         return ranks.sent
 
     for sent in on_ranks(2, run):
@@ -131,7 +137,7 @@ def test_hidden_states_are_the_same_bits_on_all_ranks(size: int, tmp_path: Path)
 
     def run(thread: ThreadRanks) -> torch.Tensor:
         ranks = ProcessRanks(thread.rank, size, str(tmp_path / "store"), torch.device("cpu"), lambda error: error)
-        hidden_NH = load(folder, ranks, config).runner(4, 8, 256).execute_and_read(one_step(), np.arange(NUM_TOKENS))[1]
+        hidden_NH = runner_of(load(folder, ranks, config)).execute_and_read(one_step(), np.arange(NUM_TOKENS))[1]
         ranks.close()
         return hidden_NH
 

@@ -1,15 +1,14 @@
 """Our tokens and logits against those of transformers, in float32."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from pipeline import Engine, EngineConfig, SamplingParams
-from pipeline.engine.schedule.step_plan import dummy_step
+from tests.prompt_steps import prompt_step
 
 LOGIT_TOLERANCE = 1e-4
 TIE = 1e-4  # two best logits closer than this may come out either way
@@ -65,16 +64,7 @@ def compare_greedy(model: Any, prompt: list[int], ours: list[int], expected: lis
 
 def our_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
     """Return the logits at every position; the engine's runner computes them as one chunk in unordered blocks."""
-    size, length_S = engine.pool.block_size, np.array([len(token_ids)])
-    blocks = np.arange(-(-len(token_ids) // size))[::-1].astype(np.int32) + 1
-    step = dummy_step(
-        count_S=length_S,
-        context_len_S=length_S,
-        block_table_SM=blocks[None, :].copy(),
-        block_size=size,
-        row_R=np.arange(len(token_ids)),
-    )
-    return engine.runner.execute(replace(step, token_id_T=np.array(token_ids, dtype=np.int64)))
+    return engine.runner.execute(prompt_step(engine.table.pages, token_ids))
 
 
 def float32_engine(folder: Path, **options: Any) -> Engine:

@@ -10,6 +10,7 @@ from benchmarks.shapes import model_size
 from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings, DecoderSize, StepLoad, Weights, step_seconds
 from pipeline.roofline.job_simulation import Batching, simulate_job
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.roofline.shares import BOUND, MEASURED, MEASURED_ON, source
 
 H200 = Ceilings.of_card(find_card(MEASURED_ON), MEASURED)
@@ -35,7 +36,7 @@ def llama() -> tuple[DecoderSize, Weights]:
 @pytest.mark.parametrize("job", JOBS_S)
 def test_a_job_takes_as_long_as_on_the_card_that_was_measured(job: str) -> None:
     work = REQUEST_SETS[job]
-    batching = Batching(1024, 16384, 13_241 * 64)
+    batching = Batching(1024, 16384, 13_241, KVPages(64, 0))
     found = simulate_job(work.lengths(), *llama(), H200, batching, work.shared_prefix)
     assert found.wall_s == pytest.approx(JOBS_S[job], rel=0.15)
 

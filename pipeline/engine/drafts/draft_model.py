@@ -1,9 +1,10 @@
 """Drafts by a smaller model with the same tokens.
 
-It has its own KV cache with as many blocks as the target's, and follows the target's block tables: a token's draft keys
-have the same block and offset as its target keys. So it allocates and shares nothing itself, and a prefix shared in the
-target is shared here too. Only the number of computed tokens differs: while there are no drafts the draft model
-computes nothing, and catches up when it is needed again, by a bounded number of tokens in a step.
+It has its own KV cache with as many blocks as the target's, whose layers then all keep all tokens, and follows the
+target's block tables: a token's draft keys have the same block and offset as its target keys. So it allocates and
+shares nothing itself, and a prefix shared in the target is shared here too. Only the number of computed tokens differs:
+while there are no drafts the draft model computes nothing, and catches up when it is needed again, by a bounded number
+of tokens in a step.
 
 Passes run one after the other: pass k covers all sequences that draft more than k tokens.
 
@@ -61,11 +62,11 @@ class DraftModelProposer:
         self._filled_B = np.full(pool.num_blocks, -1, dtype=np.int64)  # generation in which the draft model filled it
 
     def admitted(self, slot: int) -> None:
-        block_B = self.table.block_table[slot, : self.table.num_blocks[slot]]
+        block_B = self.table.block_table[slot, : self.table.num_pages[slot]]
         empty = np.flatnonzero(self._filled_B[block_B] != self.pool.generation[block_B])
         filled = int(empty[0]) if len(empty) else len(block_B)
         self._num_marked[slot] = filled
-        self._num_computed[slot] = filled * self.table.block_size
+        self._num_computed[slot] = filled * self.table.pages.page_size
 
     def on_evicted(self, slot: int, finished: bool) -> None:
         pass
@@ -113,7 +114,7 @@ class DraftModelProposer:
     def on_rollback(self, slot_S: np.ndarray) -> None:
         computed_S = np.minimum(self._num_computed[slot_S], self.table.num_computed[slot_S])
         self._num_computed[slot_S] = computed_S
-        self._num_marked[slot_S] = np.minimum(self._num_marked[slot_S], computed_S // self.table.block_size)
+        self._num_marked[slot_S] = np.minimum(self._num_marked[slot_S], computed_S // self.table.pages.page_size)
 
     # -- parts
 
@@ -142,7 +143,7 @@ class DraftModelProposer:
 
     def _mark_filled(self, slot_S: np.ndarray) -> None:
         """Mark blocks that hold draft keys of confirmed tokens, which sequences sharing them need not compute."""
-        full_S = self._num_computed[slot_S] // self.table.block_size
+        full_S = self._num_computed[slot_S] // self.table.pages.page_size
         for s in np.flatnonzero(full_S > self._num_marked[slot_S]).tolist():
             slot, full = int(slot_S[s]), int(full_S[s])
             block_B = self.table.block_table[slot, self._num_marked[slot] : full]

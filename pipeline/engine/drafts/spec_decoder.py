@@ -69,16 +69,13 @@ class DraftBudget:
         room = self.tokens(plan)
         if int(count_S.sum()) > room:
             count_S = allot(count_S, room)
-        size, held_S, known_S = pool.block_size, table.num_blocks[slot_S], table.num_known[slot_S]
-        missing_S = (known_S + count_S + (size - 1)) // size - held_S  # known tokens have their blocks already
-        if missing_S.max(initial=0) > 0:
-            missing_S = np.maximum(missing_S, 0)
-            if int(missing_S.sum()) > pool.num_free:
-                missing_S = allot(missing_S, pool.num_free)
-                count_S = np.minimum(count_S, (held_S + missing_S) * size - known_S)
-            grown = np.flatnonzero(missing_S)
-            if len(grown):
-                table.append_blocks(slot_S[grown], missing_S[grown], pool.allocate(int(missing_S.sum())))
+        end_S = table.num_known[slot_S] + count_S
+        missing_S, window_missing_S = table.missing_pages(slot_S, end_S)
+        if missing_S.any() or window_missing_S.any():
+            # known tokens have their pages already
+            is_granted_S = np.cumsum(missing_S + window_missing_S) <= pool.num_free
+            count_S = np.where(is_granted_S, count_S, np.minimum(count_S, table.room(slot_S)))
+            scheduler.grow(slot_S, missing_S * is_granted_S, window_missing_S * is_granted_S)
         return count_S
 
     def write(self, plan: StepPlan, sampling: np.ndarray, token_id_SK: np.ndarray, count_S: np.ndarray) -> StepPlan:

@@ -3,7 +3,7 @@ them.
 
 A step can be replayed if each sequence computes few tokens: plain decoding, verifying drafts, a draft model's passes.
 So can a mixed step, in which sequences compute prompts, up to some number of tokens. Steps are padded to one of a few
-sizes, each of which has a graph. Padding tokens read token 0 at position 0, write their key and value into a block that
+sizes, each of which has a graph. Padding tokens read token 0 at position 0, write their key and value into a page that
 no sequence has, and attend to nothing. Everything that changes from step to step is in tensors at fixed addresses:
 token ids, positions and slots here, the attention metadata in `kernels.graph_attention.GraphAttention`. Each size has
 a graph for each kind of step that the attention kernels distinguish. Other steps are launched kernel by kernel.
@@ -15,7 +15,7 @@ Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,7 +27,8 @@ from pipeline.errors import PipelineError
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.graph_attention import FutureNumbers, GraphAttention, GraphShape
-from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.decoder import Decoder
+from pipeline.model.kv_cache import KVCache
 
 SayProgress = Callable[[int, int], None]  # number captured, total
 Forward = Callable[
@@ -119,8 +120,11 @@ class StepGraphs:
     ) -> None:
         """Capture steps of up to `max_tokens` tokens: at most `max_num_seqs` sequences of at most `max_blocks` blocks,
         each with at most `max_queries` tokens, or the maximum of the kernels if that is less. Also capture mixed steps
-        of up to `max_mixed_tokens` tokens (0: none). The last block of `kv` must belong to no sequence."""
+        of up to `max_mixed_tokens` tokens (0: none). The last page of `kv` must belong to no sequence."""
         config, self._device, block_size = decoder.config, decoder.device, kv.block_size
+        spare, kinds = np.array([kv.num_pages - 1]), (False, True) if any(kv.is_windowed) else (False,)
+        self._padding_slots = [int(kv.pages.block_ids(spare, windowed)[0]) * block_size for windowed in kinds]
+        self._num_rows = 2 + len(kinds)
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
             max_seqs=max_num_seqs,
@@ -135,11 +139,11 @@ class StepGraphs:
             max_mixed_tokens=max_mixed_tokens,
             # Token ids, positions and slots; then targets and sources of future tokens, at most one per sequence;
             # then the rows whose logits are computed.
-            num_numbers=4 * max(max_tokens, max_mixed_tokens) + 2 * max_num_seqs,
+            num_numbers=(self._num_rows + 1) * max(max_tokens, max_mixed_tokens) + 2 * max_num_seqs,
             with_fp8_cache=kv.layers[0].k_CBKD.dtype == FP8,
+            has_window_blocks=len(kinds) > 1,
         )
         self.max_num_seqs = max_num_seqs
-        self._padding_slot = (kv.num_blocks - 1) * block_size
         self._attention: GraphAttention = decoder.kernels.graph_attention(shape, self._device)
         self._sizes = np.array(graph_sizes(min(max_tokens, max_num_seqs * self._attention.max_queries)))
         self._mixed_sizes = np.array(mixed_sizes(self._attention.max_mixed_tokens), dtype=np.int64)
@@ -152,25 +156,24 @@ class StepGraphs:
             self._graphs[size] = self._capture_size(size, block_size, forward, capture)
 
     def _capture_size(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
-        numbers_3P, hidden_PH = self._attention.numbers[: 3 * size].view(3, size), self._hidden_PH[:size]
-        padding_3P = np.repeat([0, 0, self._padding_slot], size)
-        self._attention.prepare_replay(
-            AttentionInput.one_sequence(1, block_size), padding_3P
-        )  # a dummy input for the capture
+        rows, hidden_PH = self._num_rows, self._hidden_PH[:size]
+        numbers_NP = self._attention.numbers[: rows * size].view(rows, size)
+        padding_NP = np.repeat([0, 0, *self._padding_slots], size)
+        dummy = AttentionInput.one_sequence(1, block_size)
+        self._attention.prepare_replay(replace(dummy, windowed=dummy), padding_NP)
 
         def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
-            attn_metadata = AttentionInput(
+            each_token = (
                 np.arange(size + 1, dtype=np.int32),
                 np.ones(size, dtype=np.int32),
                 np.zeros((size, 1), dtype=np.int32),
-                numbers_3P[2],
-                block_size,
-                plans,
             )
+            of_kind = [AttentionInput(*each_token, slot_P, block_size, plans) for slot_P in numbers_NP[2:]]
+            attn_metadata = replace(of_kind[0], windowed=of_kind[-1])
 
             def step() -> None:
                 self._attention.unpack()
-                hidden_PH.copy_(forward(numbers_3P[0], numbers_3P[1], attn_metadata))
+                hidden_PH.copy_(forward(numbers_NP[0], numbers_NP[1], attn_metadata))
 
             return capture(step)
 
@@ -206,15 +209,16 @@ class StepGraphs:
         wants_all = len(step.logit_row_R) == num_tokens
         index_F2 = np.zeros(0, dtype=np.int64) if future is None else future.index_2F.ravel()
         row_R = np.zeros(0, dtype=np.int64) if wants_all else step.logit_row_R
-        staged = np.empty(3 * size + len(index_F2) + len(row_R), dtype=np.int64)
-        padded_3P = staged[: 3 * size].reshape(3, size)
-        padded_3P[:, num_tokens:] = [[0], [0], [self._padding_slot]]
-        padded_3P[:, :num_tokens] = step.token_id_T, step.position_T, step.slot_mapping_T
-        rows_at = 3 * size + len(index_F2)
-        staged[3 * size : rows_at] = index_F2
+        future_at = self._num_rows * size
+        staged = np.empty(future_at + len(index_F2) + len(row_R), dtype=np.int64)
+        padded_NP = staged[:future_at].reshape(self._num_rows, size)
+        padded_NP[:, num_tokens:] = np.array([0, 0, *self._padding_slots])[:, None]
+        padded_NP[:, :num_tokens] = step.token_id_T, step.position_T, *step.slot_mappings
+        rows_at = future_at + len(index_F2)
+        staged[future_at:rows_at] = index_F2
         staged[rows_at:] = row_R
         future_numbers = (
-            None if future is None else FutureNumbers(3 * size, len(future.token_index_F), future.token_ids_R)
+            None if future is None else FutureNumbers(future_at, len(future.token_index_F), future.token_ids_R)
         )
         if is_mixed:
             assert graph.mixed is not None

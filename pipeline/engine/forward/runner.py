@@ -16,7 +16,8 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import ConfigError
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.memory import on_device
-from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.decoder import Decoder
+from pipeline.model.kv_cache import KVCache
 from pipeline.model.rotation import RotationTables
 
 
@@ -41,15 +42,15 @@ class Runner(SamplingKernels, Protocol):
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor: ...
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]: ...
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor: ...
-    def zero_blocks(self, blocks: list[int]) -> None: ...
+    def zero_pages(self, page_ids: list[int]) -> None: ...
     def close(self) -> None: ...
 
 
 class ModelRunner:
     """Runner of a decoder. All tokens are computed by `execute`, which overwrites the KV slots of the step."""
 
-    def __init__(self, decoder: Decoder, kv: KVCache, block_size: int, max_model_len: int) -> None:
-        self.decoder, self.kv, self.block_size = decoder, kv, block_size
+    def __init__(self, decoder: Decoder, kv: KVCache, max_model_len: int) -> None:
+        self.decoder, self.kv, self.block_size = decoder, kv, kv.block_size
         self.vocab_size = decoder.vocab_size
         self.hidden_size = decoder.config.hidden_size
         self.class_head_CH = decoder.class_head_CH
@@ -65,15 +66,15 @@ class ModelRunner:
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         """Compute the logits (R, vocabulary), in the model's dtype, of the rows `step.logit_row_R`. future: tokens for
         which the step has placeholders."""
-        sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
         if self._graphs is not None and self.is_captured(step):
-            attn_metadata = AttentionInput(*sequences, torch.from_numpy(step.slot_mapping_T), self.block_size)
+            attn_metadata = attention_input(step, torch.from_numpy(np.stack(step.slot_mappings)), self.block_size)
             return self.decoder.logits(self._graphs.run(step, attn_metadata, future))
-        numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
+        numbers_NT = self._numbers(step)
         if future is not None:
-            future.put_into(numbers_3T[0], on_device(future.index_2F, self.decoder.device))
-        attn_metadata, adapter_T = AttentionInput(*sequences, numbers_3T[2], self.block_size), self._adapters_of(step)
-        hidden_RH = self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, step.logit_row_R, adapter_T)
+            future.put_into(numbers_NT[0], on_device(future.index_2F, self.decoder.device))
+        attn_metadata = attention_input(step, numbers_NT[2:], self.block_size)
+        adapter_T = self._adapters_of(step)
+        hidden_RH = self._forward(numbers_NT[0], numbers_NT[1], attn_metadata, step.logit_row_R, adapter_T)
         return self.decoder.logits(hidden_RH)
 
     def is_captured(self, step: StepInput) -> bool:
@@ -91,10 +92,9 @@ class ModelRunner:
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits as `execute`, and the last hidden states (N, H) of the step's tokens row_N, ascending."""
         computed_M = self.computed_rows(step, row_N)
-        numbers_3T = on_device(np.stack([step.token_id_T, step.position_T, step.slot_mapping_T]), self.decoder.device)
-        sequences = step.query_start_S1, step.context_len_S, step.block_table_SM
-        attn_metadata = AttentionInput(*sequences, numbers_3T[2], self.block_size)
-        hidden_MH = self._forward(numbers_3T[0], numbers_3T[1], attn_metadata, computed_M, self._adapters_of(step))
+        numbers_NT = self._numbers(step)
+        attn_metadata = attention_input(step, numbers_NT[2:], self.block_size)
+        hidden_MH = self._forward(numbers_NT[0], numbers_NT[1], attn_metadata, computed_M, self._adapters_of(step))
         row_sets = (np.searchsorted(computed_M, rows) for rows in (step.logit_row_R, row_N))
         hidden_RH, hidden_NH = (hidden_MH[on_device(rows, hidden_MH.device)] for rows in row_sets)
         return self.decoder.logits(hidden_RH), hidden_NH
@@ -104,6 +104,10 @@ class ModelRunner:
         """Return logits (R, vocabulary), in the model's dtype, of hidden states from `execute_and_read`, on any
         device."""
         return self.decoder.logits(hidden_RH.to(self.decoder.device, self.decoder.dtype))
+
+    def _numbers(self, step: StepInput) -> torch.Tensor:
+        """Return the token ids, positions and slots of each token, on the device."""
+        return on_device(np.stack([step.token_id_T, step.position_T, *step.slot_mappings]), self.decoder.device)
 
     def _forward(
         self,
@@ -136,9 +140,9 @@ class ModelRunner:
         """Capture steps in which each sequence computes at most `max_queries` tokens, and mixed steps of up to
         `max_mixed_tokens` tokens.
 
-        The KV cache must have a spare block that no sequence uses.
+        The KV cache must have a spare page that no sequence uses.
         """
-        assert self.kv.has_spare_block
+        assert self.kv.has_spare_page
         max_blocks = -(-self.rotations.num_positions // self.block_size)
         self._graphs = StepGraphs(
             self.decoder,
@@ -157,11 +161,19 @@ class ModelRunner:
     def has_graphs(self) -> bool:
         return self._graphs is not None
 
-    def zero_blocks(self, blocks: list[int]) -> None:
-        self.kv.fill(blocks, 0.0)
+    def zero_pages(self, page_ids: list[int]) -> None:
+        self.kv.fill(page_ids, 0.0)
 
     def close(self) -> None:
         """Nothing to end: weights and cache are freed with this object."""
+
+
+def attention_input(step: StepInput, slot_GT: torch.Tensor, block_size: int) -> AttentionInput:
+    """Return the layout of a step's queries and keys. slot_GT: `step.slot_mappings`."""
+    sequences, windowed = (step.query_start_S1, step.context_len_S), None
+    if step.window_block_table_SM is not None:
+        windowed = AttentionInput(*sequences, step.window_block_table_SM, slot_GT[1], block_size)
+    return AttentionInput(*sequences, step.block_table_SM, slot_GT[0], block_size, windowed=windowed)
 
 
 class DeviceContext:

@@ -60,8 +60,8 @@ class ParallelRunner:
         hidden_RH = hidden_RH.to(self._own.decoder.device, self._own.decoder.dtype).contiguous()
         return self._call("logits", [np.array([len(hidden_RH)])], lambda: self._share.logits(hidden_RH))
 
-    def zero_blocks(self, blocks: list[int]) -> None:
-        self._call("zero_blocks", [np.array(blocks)], lambda: self._own.zero_blocks(blocks))
+    def zero_pages(self, page_ids: list[int]) -> None:
+        self._call("zero_pages", [np.array(page_ids)], lambda: self._own.zero_pages(page_ids))
 
     def close(self) -> None:
         """End the other ranks."""
@@ -134,10 +134,10 @@ class _ShareRunner:
                 hidden_RH = torch.empty(size, dtype=self._runner.decoder.dtype, device=device)
             self.logits(hidden_RH)
         else:
-            assert method == "zero_blocks"
-            (blocks,) = arrays
-            assert blocks is not None
-            self._runner.zero_blocks(blocks.tolist())
+            assert method == "zero_pages"
+            (page_ids,) = arrays
+            assert page_ids is not None
+            self._runner.zero_pages(page_ids.tolist())
 
     def execute(self, step: StepInput, future: FutureTokens | None) -> torch.Tensor:
         if future is not None:

@@ -51,11 +51,11 @@ def open_reference(config: ReferenceConfig, factory: Callable[..., Any], log: Ca
     model = read_config(locate_model(given.model))
     length = min(given.max_model_len or MAX_ROW_TOKENS, MAX_ROW_TOKENS, model.max_position)
     resolved = resolve(replace(given, max_model_len=length), model)
-    num_blocks = (2 if config.generates else 1) * -(-length // resolved.block_size)
+    num_pages = (2 if config.generates else 1) * resolved.kv_pages.num_pages(length)
     sized = replace(
         given,
         max_model_len=length,
-        kv_cache_memory_bytes=num_blocks * resolved.block_size * model.kv_bytes_per_token(resolved.kv_dtype),
+        kv_cache_memory_bytes=num_pages * resolved.kv_pages.page_bytes,
     )
     log("reading the reference model's weights")
     engine = factory(sized, lambda text: log(f"the reference model: {text}"))

@@ -18,6 +18,7 @@ Suffixes: S sequences, K sequences by their end, the last one first, H finished 
 
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.stats import EngineStats
+from pipeline.roofline.kv_pages import KVPages
 
 HISTORY = 1024  # last finished sequences from which lengths are predicted
 PERCENTILE = 75  # of their lengths, predicted for new sequences
@@ -70,7 +72,7 @@ class Admission:
         slots: list[int] = []
         starts: list[int] = []
         counts: list[int] = []
-        pool, size = self._pool, self._pool.block_size
+        pool, pages, size = self._pool, self._table.pages, self._pool.block_size
         self._update_expected_output()
         in_progress = self._hashes_in_progress(running)
         demand, room = self.demand(running), pool.num_free - self.spare_blocks()
@@ -81,16 +83,22 @@ class Admission:
             if being_computed:
                 deferred.append(sequence)
                 continue
-            num_held = len(hits) - pool.num_free_of(hits)
-            start = len(hits) * size
-            count = min(len(sequence.token_ids) - start, budget)
-            num_blocks = -(-(start + count) // size)
-            with_sequence = demand.add(len(sequence.token_ids), self._likely_end(sequence), num_held)
-            if (len(running) or slots) and (with_sequence.peak > room or num_blocks - num_held > pool.num_free):
+            is_alone = not len(running) and not slots
+            known, start = len(sequence.token_ids), len(hits.pages) * size
+            free_hits = pool.num_free_of(hits.all)
+            with_sequence = demand.add(known, self._likely_end(sequence), len(hits.all) - free_hits)
+            count = min(known - start, budget)
+            num_new = pages.num_new(start, count)
+            if pages.window is not None:
+                while sum(num_new) + free_hits > pool.num_free and count > (1 if is_alone else pages.block_size):
+                    count //= 2
+                    num_new = pages.num_new(start, count)
+            if not is_alone and (with_sequence.peak > room or sum(num_new) + free_hits > pool.num_free):
                 self.waiting.appendleft(sequence)
                 break
-            pool.share(hits)
-            slots.append(self._table.occupy(sequence, hits + pool.allocate(num_blocks - len(hits)), start))
+            pool.share(hits.all)
+            new, window_new = (pool.allocate(num) for num in num_new)
+            slots.append(self._table.occupy(sequence, hits.pages + new, start, hits.window_pages + window_new))
             starts.append(start)
             counts.append(count)
             if sequence.num_cached < 0:  # not admitted before
@@ -99,20 +107,23 @@ class Admission:
                     self._stats.cached_tokens += sequence.num_cached
                     self._stats.prompt_tokens += sequence.num_cached
             demand = with_sequence
-            in_progress.update(sequence.hashes[len(hits) :])
+            in_progress.update(sequence.hashes[len(hits.pages) :])
             budget -= count
         self.waiting.extendleft(reversed(deferred))
         return slots, starts, counts
 
-    def _prefix(self, sequence: Sequence, in_progress: set[bytes]) -> tuple[list[int], bool]:
-        """Return the known blocks of its prefix, and whether another sequence is computing the block after them."""
+    def _prefix(self, sequence: Sequence, in_progress: set[bytes]) -> tuple["_Hits", bool]:
+        """Return the known pages of its prefix, and whether another sequence is computing the one after them."""
         if not self._enable_prefix_caching:
-            return [], False
+            return _Hits([], []), False
         size = self._pool.block_size
         usable = sequence.num_shareable // size
         sequence.extend_hashes(sequence.token_ids, usable, size)
-        hits = self._pool.find(sequence.hashes[:usable])
-        return hits, len(hits) < usable and sequence.hashes[len(hits)] in in_progress
+        found, window_found = self._pool.find(sequence.hashes[:usable]), []
+        if self._table.pages.window is not None:
+            num_found, window_found = self._pool.find_window(sequence.hashes[: len(found)], self._table.pages)
+            found = found[:num_found]
+        return _Hits(found, window_found), len(found) < usable and sequence.hashes[len(found)] in in_progress
 
     def _hashes_in_progress(self, running: np.ndarray) -> set[bytes]:
         """Return the hashes of prompt blocks that running sequences have not computed yet."""
@@ -134,17 +145,18 @@ class Admission:
     def spare_blocks(self) -> float:
         """Number of blocks kept free for sequences that generate more than expected: one expected output. The fewer
         sequences run, the less short outputs make up for long ones, and the larger this share of the cache is."""
-        return (self.expected_output or 0) / self._pool.block_size
+        expected, pages = self.expected_output or 0, self._table.pages
+        in_window = 0 if pages.window is None else min(expected, pages.window)
+        return expected / pages.page_size + in_window / pages.block_size
 
     def demand(self, slot_S: np.ndarray) -> "BlockDemand":
         """Forecast the blocks that the sequences in these slots will need in addition to those they hold. A prefix that
         others share counts as freed when the sequence that computed it ends."""
-        table = self._table
-        known_S, held_S = table.num_known[slot_S], table.num_blocks[slot_S]
+        table, known_S = self._table, self._table.num_known[slot_S]
+        held_S = table.num_pages[slot_S] + table.window_end[slot_S] - table.window_begin[slot_S]
         end_S = self.likely_ends(table.num_prompt[slot_S], known_S, table.limit[slot_S])
-        return BlockDemand.from_sequences(
-            known_S, end_S, held_S, held_S - table.num_shared_blocks[slot_S], self._pool.block_size
-        )
+        freed_S = held_S - table.num_shared_pages[slot_S]
+        return BlockDemand.from_sequences(table.pages, known_S, end_S, held_S, freed_S)
 
     def _likely_end(self, sequence: Sequence) -> int:
         prompt, known, limit = sequence.num_prompt, len(sequence.token_ids), self._table.limit_of(sequence)
@@ -158,6 +170,17 @@ class Admission:
         return np.minimum(limit_S, np.maximum(prompt_S + self.expected_output, known_S + self._pool.block_size))
 
 
+class _Hits(NamedTuple):
+    """Pages of a known prefix: of layers that keep all tokens, and those that its next query sees in the others."""
+
+    pages: list[int]
+    window_pages: list[int]
+
+    @property
+    def all(self) -> list[int]:
+        return self.window_pages + self.pages if self.window_pages else self.pages
+
+
 @dataclass(frozen=True)
 class BlockDemand:
     """Blocks that the running and the added sequences will hold if they end as expected, all in addition to those held
@@ -166,14 +189,15 @@ class BlockDemand:
     A sequence's last block is half full on average, so half a block of each counts as empty, and numbers are floats.
     """
 
-    block_size: int
+    pages: KVPages
     remaining_K: np.ndarray  # tokens of each until it ends, in descending order
+    rate_K: np.ndarray  # blocks that k and those before it in K take in a step
     blocks_K: np.ndarray  # held just before the end of k by k and those before it in K, when the others have ended
     num_gone: int  # blocks that are free when all have ended
 
     @classmethod
     def from_sequences(
-        cls, known_S: np.ndarray, end_S: np.ndarray, held_S: np.ndarray, freed_S: np.ndarray, block_size: int
+        cls, pages: KVPages, known_S: np.ndarray, end_S: np.ndarray, held_S: np.ndarray, freed_S: np.ndarray
     ) -> "BlockDemand":
         """Build the forecast. known_S and end_S: current and final tokens of each; an end in the past counts as the
         next step. held_S: current blocks of each. freed_S: how many of them are free after its end; others may hold
@@ -181,23 +205,27 @@ class BlockDemand:
         remaining_S, num_gone = np.maximum(end_S - known_S, 1), int(freed_S.sum())
         last_first = np.argsort(-remaining_S)
         remaining_K = remaining_S[last_first]
-        grown_K = np.arange(1, len(remaining_K) + 1) * remaining_K / block_size
-        running_K = np.cumsum((known_S / block_size + 0.5 - held_S)[last_first]) + grown_K
-        return cls(block_size, remaining_K, running_K - num_gone + np.cumsum(freed_S[last_first]), num_gone)
+        num_S, rate_S = pages.growth(known_S, end_S)
+        rate_K = np.cumsum(rate_S[last_first])
+        running_K = np.cumsum((num_S - held_S)[last_first]) + rate_K * remaining_K
+        return cls(pages, remaining_K, rate_K, running_K - num_gone + np.cumsum(freed_S[last_first]), num_gone)
 
     def add(self, known: int, end: int, held: int) -> "BlockDemand":
         """Return the forecast with one more sequence. held: those of its blocks that others hold already."""
-        size, remaining_K, blocks_K = self.block_size, self.remaining_K, self.blocks_K
-        remaining, own = max(end - known, 1), known / self.block_size + 0.5 - held
+        remaining_K, rate_K, blocks_K = self.remaining_K, self.rate_K, self.blocks_K
+        (num,), (rate,) = self.pages.growth(np.array([known]), np.array([end]))
+        remaining, own = max(end - known, 1), num - held
         index = int((-remaining_K).searchsorted(-remaining, side="right"))
         # Blocks of the sequences that end later, when they have grown by this one's remaining tokens.
-        later = blocks_K[index - 1] - index * (remaining_K[index - 1] - remaining) / size if index else -self.num_gone
+        rate_before = rate_K[index - 1] if index else 0.0
+        later = blocks_K[index - 1] - rate_before * (remaining_K[index - 1] - remaining) if index else -self.num_gone
         after_K = remaining_K[index:]
         return BlockDemand(
-            size,
+            self.pages,
             np.concatenate([remaining_K[:index], [remaining], after_K]),
+            np.concatenate([rate_K[:index], [rate_before + rate], rate_K[index:] + rate]),
             np.concatenate(
-                [blocks_K[:index], [later + remaining / size + own], blocks_K[index:] + after_K / size + own]
+                [blocks_K[:index], [later + remaining * rate + own], blocks_K[index:] + after_K * rate + own]
             ),
             self.num_gone,
         )

@@ -1,5 +1,7 @@
 """Bookkeeping of the paged KV cache: free blocks, shared blocks, and blocks of known prefixes. No torch.
 
+A block here is what is allocated: a page, if layers share them (`roofline/kv_pages.py`).
+
 A block is in exactly one of two states: held (reference count above 0) or free (in the LRU queue). A free block keeps
 its content and its hash until it is allocated again, so an unused prefix can still be found. All operations are O(1)
 per block. They are loops of a few cheap operations: the blocks of a sequence were last touched long before, so each
@@ -11,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import numpy as np
+
+from pipeline.roofline.kv_pages import KVPages
 
 ROOT = b""
 
@@ -30,6 +34,12 @@ def chain_hashes(parent: bytes, token_ids: np.ndarray, block_size: int) -> list[
         parent = blake2b(parent + content[offset : offset + width], digest_size=16).digest()
         hashes.append(parent)
     return hashes
+
+
+def window_hashes(hashes: Sequence[bytes], blocks: Iterable[int], blocks_per_page: int) -> list[bytes]:
+    """Return the keys of these blocks of the layers with a window. hashes: of the pages of the other layers, which
+    contain the same tokens."""
+    return [hashes[block // blocks_per_page] + (block % blocks_per_page).to_bytes(4) for block in blocks]
 
 
 class BlockPool:
@@ -86,6 +96,26 @@ class BlockPool:
                 break
             found.append(block)
         return found
+
+    def find_window(self, hashes: Sequence[bytes], pages: KVPages) -> tuple[int, list[int]]:
+        """Return the longest prefix of a hash chain, in hashes, with all blocks that its next query sees in layers with
+        a window, and these blocks."""
+        per_page = pages.blocks_per_page
+        end, block = len(hashes), len(hashes) * per_page
+        found: list[int] = []
+        while end:
+            begin = int(pages.first_seen(end * pages.page_size))
+            if block <= begin:
+                return end, found[: end * per_page - begin][::-1]
+            block -= 1
+            (key,) = window_hashes(hashes, [block], per_page)
+            page = self._block_of.get(key)
+            if page is None:  # no prefix that sees this block
+                end = block // per_page
+                found, block = [], end * per_page
+            else:
+                found.append(page)
+        return 0, []
 
     def num_free_of(self, blocks: Iterable[int]) -> int:
         """Return how many of `blocks` are free."""

@@ -6,6 +6,9 @@ remainders, oldest first; then waiting sequences are admitted (admission.py), on
 When blocks run out, the sequence that loses the least work is preempted and recomputed later. The oldest sequence is
 never preempted, so one always advances; if it does not fit alone, it ends with an error.
 
+Blocks are allocated in pages (`roofline/kv_pages.py`). Layers with a window free theirs before each plan. Those of a
+prompt that is computed in one chunk are all held meanwhile, so where they do not fit, chunks are made smaller first.
+
 A step that runs out of device memory is undone (`undo`) and the following ones are limited to half its tokens; every
 `RECOVERY_STEPS` steps that fit double the limit. Under a limit the sequences take turns, longest waiting first, so a
 sequence that fits in no step is soon alone in one. A sequence that skips a step keeps its KV blocks: the cache was
@@ -19,11 +22,12 @@ known tokens become findable.
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.engine.schedule.admission import Admission
-from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.block_pool import BlockPool, window_hashes
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.slot_table import SlotTable, ranges
@@ -32,6 +36,20 @@ from pipeline.engine.stats import EngineStats
 from pipeline.errors import RowError
 
 RECOVERY_STEPS = 16
+
+
+class _Wanted(NamedTuple):
+    """Next tokens of the running sequences, and the pages that these lack for them, of both kinds."""
+
+    slot_S: np.ndarray
+    start_S: np.ndarray
+    count_S: np.ndarray
+    missing_S: np.ndarray
+    window_missing_S: np.ndarray
+
+    @property
+    def num_pages(self) -> int:
+        return int(self.missing_S.sum() + self.window_missing_S.sum())
 
 
 class Scheduler:
@@ -62,7 +80,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence, or end it at once if it can never be served."""
-        known, size = len(sequence.token_ids), self.pool.block_size
+        known = len(sequence.token_ids)
         room = self.table.max_model_len - sequence.generates
         suffix = ""
         if sequence.reader is not None and sequence.reader.num_after:
@@ -76,7 +94,7 @@ class Scheduler:
                 f"the prompt has{suffix} {known} tokens; with max_model_len = {self.table.max_model_len} at most "
                 f"{room} fit{generated}",
             )
-        elif -(-(known + sequence.generates) // size) > self.pool.num_blocks:
+        elif self.table.pages.num_pages(known + sequence.generates) > self.pool.num_blocks:
             self._fail_too_long(sequence)
         elif sequence.is_compared:
             self.waiting.appendleft(sequence)  # a finished row waits for it, and its prompt is still cached
@@ -117,12 +135,12 @@ class Scheduler:
         self.running = self.running[~leaves_S[self.running]]
         sequences = []
         for slot, prompt, computed in zip(slots, table.num_prompt[slots].tolist(), table.num_computed[slots].tolist()):
-            blocks = table.blocks_of(slot)
+            pages = table.pages_of(slot)
             if not keep_blocks:
-                self.pool.forget(blocks)
+                self.pool.forget(pages)
             elif not finished:
-                self._make_findable(slot, blocks, prompt // size, computed // size)
-            self.pool.release(blocks)
+                self._make_findable(slot, prompt // size, computed // size)
+            self.pool.release(pages)
             sequences.append(table.vacate(slot, finished))
         return sequences
 
@@ -130,6 +148,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Decide the next step and allocate its blocks; None when there is nothing to compute."""
+        self._release_passed()
         slot_S, start_S, count_S, preempted = self._plan_running()
         if self.waiting and self.table.num_free_slots and not preempted and self._is_time_to_admit(count_S):
             slots, starts, counts = self.admission.admit(self.step_tokens - int(count_S.sum()), self.running)
@@ -181,7 +200,7 @@ class Scheduler:
             prefilling = np.flatnonzero(plan.start_S < prompt_S)
             first_P, end_P = plan.start_S[prefilling] // size, np.minimum(end_S, prompt_S)[prefilling] // size
             for slot, first, end in zip(plan.slot_S[prefilling].tolist(), first_P.tolist(), end_P.tolist()):
-                self._make_findable(slot, table.block_table[slot, :end].tolist(), first, end)
+                self._make_findable(slot, first, end)
         return tokens
 
     def undo(self, plan: StepPlan) -> None:
@@ -215,52 +234,76 @@ class Scheduler:
 
     def release_uncomputed(self, slot_S: np.ndarray) -> None:
         """Release the blocks after the computed tokens of these sequences, such as those of rejected drafts."""
-        end_S = self.table.num_computed[slot_S]
-        over = np.flatnonzero(self.table.num_blocks[slot_S] > -(-end_S // self.pool.block_size))
+        table, end_S = self.table, self.table.num_computed[slot_S]
+        over_S = table.num_pages[slot_S] > -(-end_S // table.pages.page_size)
+        if table.pages.window is not None:
+            over_S |= table.window_end[slot_S] > -(-end_S // table.pages.block_size)
+        over = np.flatnonzero(over_S)
         for slot, end in zip(slot_S[over].tolist(), end_S[over].tolist()):
-            self.pool.release(self.table.drop_blocks(slot, end))
+            self.pool.release(table.drop_pages(slot, end))
 
     def would_preempt(self) -> bool:
         """Return whether the running sequences' next tokens need more blocks than are free."""
-        *_, missing_S = self._wanted()
-        return int(missing_S.sum()) > self.pool.num_free
+        self._release_passed()
+        return self._wanted(self.max_num_batched_tokens).num_pages > self.pool.num_free
+
+    def _release_passed(self) -> None:
+        if self.table.pages.window is not None:
+            self.pool.release(self.table.drop_passed(self.running))
 
     # -- running sequences
 
     def _plan_running(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, bool]:
         """Return slots, start positions and token counts, and whether a sequence was preempted."""
-        table, preempted = self.table, False
+        table, preempted, prompt_tokens = self.table, False, self.max_num_batched_tokens
         while True:
-            slot_S, start_S, count_S, missing_S = self._wanted()
-            num_missing = int(missing_S.sum())
-            if num_missing <= self.pool.num_free:
+            wanted = self._wanted(prompt_tokens)
+            slot_S, count_S = wanted.slot_S, wanted.count_S
+            if wanted.num_pages <= self.pool.num_free:
                 break
+            if table.pages.window is not None:
+                in_chunks = int(count_S[count_S > 1].sum())
+                if in_chunks // 2 >= (1 if len(slot_S) == 1 else table.pages.block_size):
+                    prompt_tokens = in_chunks // 2
+                    continue
             if len(slot_S) == 1:
                 self._fail_too_long(self.drop(int(slot_S[0])))
             else:
                 preempted = True
                 self._preempt(slot_S)
-        if num_missing:
-            grown_S = np.flatnonzero(missing_S)
-            table.append_blocks(slot_S[grown_S], missing_S[grown_S], self.pool.allocate(num_missing))
-        return slot_S, start_S, count_S, preempted
+            prompt_tokens = self.max_num_batched_tokens
+        self.grow(slot_S, wanted.missing_S, wanted.window_missing_S)
+        return slot_S, wanted.start_S, count_S, preempted
 
-    def _wanted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return for the running sequences: slots, start positions, token counts and numbers of missing blocks."""
+    def grow(self, slot_S: np.ndarray, missing_S: np.ndarray, window_missing_S: np.ndarray) -> None:
+        """Allocate these numbers of pages of each kind for the sequences."""
+        for count_S, append in (
+            (missing_S, self.table.append_pages),
+            (window_missing_S, self.table.append_window_pages),
+        ):
+            grown = np.flatnonzero(count_S)
+            if len(grown):
+                append(slot_S[grown], count_S[grown], self.pool.allocate(int(count_S.sum())))
+
+    def _wanted(self, prompt_tokens: int) -> "_Wanted":
+        """Return what the running sequences compute next, at most `prompt_tokens` tokens in chunks."""
         table, slot_S = self.table, self.running
         start_S = table.num_computed[slot_S]
-        count_S = self._chunks(slot_S, table.num_known[slot_S] - start_S)
-        needed_S = (start_S + count_S + (self.pool.block_size - 1)) // self.pool.block_size
-        return slot_S, start_S, count_S, np.maximum(needed_S - table.num_blocks[slot_S], 0)
+        count_S = self._chunks(slot_S, table.num_known[slot_S] - start_S, prompt_tokens)
+        return _Wanted(slot_S, start_S, count_S, *table.missing_pages(slot_S, start_S + count_S))
 
-    def _chunks(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
+    def _chunks(self, slot_S: np.ndarray, need_S: np.ndarray, prompt_tokens: int) -> np.ndarray:
         if self.step_tokens < self.max_num_batched_tokens:
-            return self._turns(slot_S, need_S)
-        count_S = np.minimum(need_S, 1)  # 0: all known tokens are computed, and the next one is being sampled
-        long = np.flatnonzero(need_S > 1)
+            count_S = self._turns(slot_S, need_S)
+            long = np.flatnonzero(count_S > 1)
+            budget = prompt_tokens
+        else:
+            count_S = np.minimum(need_S, 1)  # 0: all known tokens are computed, and the next one is being sampled
+            long = np.flatnonzero(need_S > 1)
+            budget = min(prompt_tokens, self.max_num_batched_tokens - int(count_S.sum()) + len(long))
+            count_S[long] = need_S[long]
         if len(long):
-            budget = self.max_num_batched_tokens - int(count_S.sum()) + len(long)
-            count_S[long] = allot(need_S[long], budget)
+            count_S[long] = allot(count_S[long], budget)
         return count_S
 
     def _turns(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
@@ -282,7 +325,7 @@ class Scheduler:
         sequence.fail(
             RowError.KV_CACHE_EXHAUSTED,
             f"{len(sequence.token_ids)} tokens and the next one exceed the whole KV cache of "
-            f"{self.pool.num_blocks * self.pool.block_size} tokens; raise engine.kv_cache_memory_bytes",
+            f"{self.table.pages.max_tokens(self.pool.num_blocks)} tokens; raise engine.kv_cache_memory_bytes",
         )
 
     def _start(self, slots: list[int]) -> None:
@@ -294,12 +337,20 @@ class Scheduler:
 
     # -- blocks
 
-    def _make_findable(self, slot: int, blocks: list[int], first: int, end: int) -> None:
-        """Register the slot's blocks with numbers first .. end - 1, which are all computed."""
-        if first < end and self.enable_prefix_caching:
-            sequence = self.table.at(slot)
-            sequence.extend_hashes(self.table.token_ids[slot], end, self.pool.block_size)
-            self.pool.register(blocks[first:end], sequence.hashes[first:end])
+    def _make_findable(self, slot: int, first: int, end: int) -> None:
+        """Register the slot's pages with numbers first .. end - 1, which are all computed, and the pages of the window
+        in them that it still has."""
+        if first >= end or not self.enable_prefix_caching:
+            return
+        table, sequence = self.table, self.table.at(slot)
+        sequence.extend_hashes(table.token_ids[slot], end, self.pool.block_size)
+        self.pool.register(table.first_pages(slot, end)[first:], sequence.hashes[first:end])
+        if table.pages.window is not None:
+            per_page = table.pages.blocks_per_page
+            begin = max(first * per_page, int(table.window_begin[slot]))
+            blocks = range(begin, max(begin, end * per_page))
+            pages = table.window_pages(slot, blocks.start, blocks.stop)
+            self.pool.register(pages, window_hashes(sequence.hashes, blocks, per_page))
 
 
 def allot(wanted_S: np.ndarray, available: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 Planning a step reads and writes only these arrays, so it needs no Python per sequence. Each occupied slot satisfies:
 
-    0 <= num_computed < num_known <= limit        num_blocks * block_size >= num_computed
+    0 <= num_computed < num_known <= limit        num_pages * page_size >= num_computed
 
 A sequence that generates nothing (engine/reading/) is removed by the step that computes its last token.
 
@@ -18,6 +18,7 @@ from pipeline.engine.reasoning.channels import ChannelReasoning
 from pipeline.engine.reasoning.tracking import RowReasoning
 from pipeline.engine.schedule.sampling_options import SAMPLING_OPTIONS, is_plain, sampling_options
 from pipeline.engine.schedule.sequence import Sequence
+from pipeline.roofline.kv_pages import KVPages
 
 PLACEHOLDER_TOKEN = -1  # in the table for a token that is still in flight
 _LARGEST = np.iinfo(np.int64).max
@@ -33,15 +34,21 @@ class SlotWatcher(Protocol):
 class SlotTable:
     """Counters of all running sequences, indexed by slot. The OS commits memory pages only when they are used."""
 
-    def __init__(self, num_slots: int, max_model_len: int, block_size: int, adapters: Collection[str] = ()) -> None:
+    def __init__(self, num_slots: int, max_model_len: int, pages: KVPages, adapters: Collection[str] = ()) -> None:
         """adapters: names that requests may use, in the order of their indices."""
         self.adapter_index = {name: index for index, name in enumerate(adapters)}
-        self.num_slots, self.max_model_len, self.block_size = num_slots, max_model_len, block_size
-        max_blocks = -(-max_model_len // block_size)
+        self.num_slots, self.max_model_len, self.pages = num_slots, max_model_len, pages
+        max_blocks = -(-max_model_len // pages.page_size) * pages.blocks_per_page
         self.token_ids = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
-        self.num_blocks = np.zeros(num_slots, dtype=np.int64)
-        self.num_shared_blocks = np.zeros(num_slots, dtype=np.int64)  # leading blocks that came from the prefix cache
+        self.num_pages = np.zeros(num_slots, dtype=np.int64)  # of the layers that keep all tokens
+        self.num_shared_pages = np.zeros(num_slots, dtype=np.int64)  # the first ones, which came from the prefix cache
+        # Blocks of the layers that keep only the last tokens, and which of them are held: one page each.
+        self.window_block_table: np.ndarray | None = None
+        if pages.window is not None:
+            self.window_block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
+        self.window_begin = np.zeros(num_slots, dtype=np.int64)
+        self.window_end = np.zeros(num_slots, dtype=np.int64)
         self.num_known = np.zeros(num_slots, dtype=np.int64)
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
@@ -81,16 +88,26 @@ class SlotTable:
     def num_free_slots(self) -> int:
         return len(self._free_slots)
 
-    def occupy(self, sequence: Sequence, blocks: list[int], num_computed: int = 0) -> int:
-        """Assign `sequence` a slot and these blocks, which hold its first num_computed tokens. Return the slot."""
+    def occupy(
+        self, sequence: Sequence, pages: list[int], num_computed: int = 0, window_pages: Collection[int] = ()
+    ) -> int:
+        """Assign `sequence` a slot and these pages, which hold its first num_computed tokens. Return the slot.
+
+        window_pages: of the layers that keep only the last tokens, from the first block that the next query sees.
+        """
         slot = self._free_slots.pop()
         params, known = sequence.request.params, len(sequence.token_ids)
         self.sequences[slot], sequence.slot = sequence, slot
         self.token_ids[slot, :known] = sequence.token_ids
         self.num_known[slot], self.num_computed[slot] = known, num_computed
-        self.num_blocks[slot] = len(blocks)
-        self.num_shared_blocks[slot] = num_computed // self.block_size
-        self.block_table[slot, : len(blocks)] = blocks
+        self.num_pages[slot] = 0
+        self.num_shared_pages[slot] = num_computed // self.pages.page_size
+        slot_S = np.array([slot])
+        self.append_pages(slot_S, np.array([len(pages)]), pages)
+        if self.window_block_table is not None:
+            self.window_begin[slot] = self.window_end[slot] = self.pages.first_seen(num_computed)
+            self.append_window_pages(slot_S, np.array([len(window_pages)]), window_pages)
+            self._hide_passed(slot)
         self.num_prompt[slot] = sequence.num_prompt
         self.limit[slot] = self.limit_of(sequence)
         self.order[slot] = sequence.order
@@ -137,21 +154,88 @@ class SlotTable:
             return sequence.num_prompt + (0 if sequence.reader is None else sequence.reader.num_after)
         return min(sequence.num_prompt + sequence.request.params.max_tokens, self.max_model_len)
 
-    def append_blocks(self, slot_S: np.ndarray, count_S: np.ndarray, blocks: list[int]) -> None:
-        """Append the first count_S[0] of `blocks` to slot_S[0], the next count_S[1] to slot_S[1], and so on."""
-        self.block_table[np.repeat(slot_S, count_S), ranges(self.num_blocks[slot_S], count_S)] = blocks
-        self.num_blocks[slot_S] += count_S
+    def append_pages(self, slot_S: np.ndarray, count_S: np.ndarray, pages: list[int]) -> None:
+        """Append the first count_S[0] of `pages` to slot_S[0], the next count_S[1] to slot_S[1], and so on."""
+        per_page = self.pages.blocks_per_page
+        number_P = ranges(self.num_pages[slot_S] * per_page, count_S * per_page)
+        ids = self.pages.block_ids(np.array(pages, dtype=np.int64), windowed=False)
+        self.block_table[np.repeat(slot_S, count_S * per_page), number_P] = ids
+        self.num_pages[slot_S] += count_S
 
-    def blocks_of(self, slot: int) -> list[int]:
-        """Return the blocks of the sequence in this slot, in order."""
-        return self.block_table[slot, : self.num_blocks[slot]].tolist()
+    def append_window_pages(self, slot_S: np.ndarray, count_S: np.ndarray, pages: Collection[int]) -> None:
+        """Do the same for the layers that keep only the last tokens."""
+        assert self.window_block_table is not None
+        ids = self.pages.block_ids(np.array(pages, dtype=np.int64), windowed=True)
+        self.window_block_table[np.repeat(slot_S, count_S), ranges(self.window_end[slot_S], count_S)] = ids
+        self.window_end[slot_S] += count_S
 
-    def drop_blocks(self, slot: int, end: int) -> list[int]:
-        """Detach the blocks after the sequence's first `end` tokens and return them; the caller releases them."""
-        num_kept = -(-end // self.block_size)
-        dropped = self.block_table[slot, num_kept : self.num_blocks[slot]].tolist()
-        self.num_blocks[slot] = num_kept
+    def missing_pages(self, slot_S: np.ndarray, end_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return how many pages each sequence lacks for its first end_S tokens: of layers that keep all tokens, and of
+        those that keep the last ones."""
+        size = self.pages.page_size
+        missing_S = np.maximum((end_S + (size - 1)) // size - self.num_pages[slot_S], 0)
+        if self.window_block_table is None:
+            return missing_S, np.zeros_like(missing_S)
+        size = self.pages.block_size
+        return missing_S, np.maximum((end_S + (size - 1)) // size - self.window_end[slot_S], 0)
+
+    def room(self, slot_S: np.ndarray) -> np.ndarray:
+        """Return how many tokens after the known ones fit into the pages of each sequence."""
+        end_S = self.num_pages[slot_S] * self.pages.page_size
+        if self.window_block_table is not None:
+            end_S = np.minimum(end_S, self.window_end[slot_S] * self.pages.block_size)
+        return end_S - self.num_known[slot_S]
+
+    def first_pages(self, slot: int, count: int) -> list[int]:
+        """Return its first `count` pages of the layers that keep all tokens."""
+        per_page = self.pages.blocks_per_page
+        return (self.block_table[slot, : count * per_page : per_page] // self.pages.stride).tolist()
+
+    def window_pages(self, slot: int, begin: int, end: int) -> list[int]:
+        """Return the pages with the blocks begin to end of the layers that keep only the last tokens."""
+        assert self.window_block_table is not None
+        return (self.window_block_table[slot, begin:end] // self.pages.window_stride).tolist()
+
+    def pages_of(self, slot: int) -> list[int]:
+        """Return all pages of the sequence in this slot; each kind is in order."""
+        held = self.first_pages(slot, int(self.num_pages[slot]))
+        if self.window_block_table is None:
+            return held
+        return self.window_pages(slot, int(self.window_begin[slot]), int(self.window_end[slot])) + held
+
+    def drop_pages(self, slot: int, end: int) -> list[int]:
+        """Detach the pages after the sequence's first `end` tokens and return them; the caller releases them."""
+        num_kept = -(-end // self.pages.page_size)
+        dropped = self.first_pages(slot, int(self.num_pages[slot]))[num_kept:]
+        self.num_pages[slot] = min(num_kept, self.num_pages[slot])
+        if self.window_block_table is not None:
+            num_kept = -(-end // self.pages.block_size)
+            dropped += self.window_pages(slot, num_kept, int(self.window_end[slot]))
+            self.window_end[slot] = min(num_kept, self.window_end[slot])
         return dropped
+
+    def drop_passed(self, slot_S: np.ndarray) -> list[int]:
+        """Detach the pages that no later query of these sequences sees, and return them; the caller releases them."""
+        if self.window_block_table is None:
+            return []
+        computed_S = self.num_computed[slot_S]
+        if not self.generates[slot_S].all():  # a reader may continue the prompt again
+            limit_S = np.where(self.generates[slot_S], _LARGEST, self.num_prompt[slot_S] - 1)
+            computed_S = np.minimum(computed_S, limit_S)
+        begin_S, dropped = self.pages.first_seen(computed_S), []
+        passed = np.flatnonzero(begin_S > self.window_begin[slot_S])
+        for slot, begin in zip(slot_S[passed].tolist(), begin_S[passed].tolist()):
+            dropped += self.window_pages(slot, int(self.window_begin[slot]), begin)
+            self.window_begin[slot] = begin
+            self._hide_passed(slot)
+        return dropped
+
+    def _hide_passed(self, slot: int) -> None:
+        """Replace blocks that the sequence no longer has by one that it has: kernels may read some keys before the
+        window, and ignore them, but those of another sequence might not be finite."""
+        assert self.window_block_table is not None
+        begin = self.window_begin[slot]
+        self.window_block_table[slot, :begin] = self.window_block_table[slot, begin]
 
     def vacate(self, slot: int, finished: bool = False) -> Sequence:
         """Free the slot and copy the known tokens back to the sequence. The caller releases its blocks."""
@@ -180,7 +264,7 @@ class SlotTable:
         end = first_position + len(token_ids)
         self.token_ids[slot, first_position:end] = token_ids
         # After a preemption these hashes belong to the overwritten tokens.
-        del sequence.hashes[first_position // self.block_size :]
+        del sequence.hashes[first_position // self.pages.page_size :]
         self.num_known[slot], self.num_computed[slot] = end, first_position
         self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
 

@@ -119,11 +119,20 @@ class StepInput:
     block_table_SM: np.ndarray  # int32
     logit_row_R: np.ndarray  # int64: tokens of the step whose logits are computed
     adapter_S: np.ndarray | None = None  # int64: index of each sequence's adapter, -1: none; None: no sequence has one
+    # the same for layers that keep only the last tokens; None: there are none
+    window_slot_mapping_T: np.ndarray | None = None
+    window_block_table_SM: np.ndarray | None = None
+
+    @property
+    def slot_mappings(self) -> list[np.ndarray]:
+        """The slots of each token: in the layers that keep all tokens, and in the others if there are any."""
+        window = self.window_slot_mapping_T
+        return [self.slot_mapping_T] if window is None else [self.slot_mapping_T, window]
 
 
 def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     """Gather a plan's arrays without a loop over sequences."""
-    size, slot_S, count_S = table.block_size, plan.slot_S, plan.count_S
+    size, slot_S, count_S = table.pages.block_size, plan.slot_S, plan.count_S
     context_len_S = plan.start_S + count_S
     query_start_S1 = np.zeros(len(slot_S) + 1, dtype=np.int64)
     query_end_S = np.cumsum(count_S, out=query_start_S1[1:])
@@ -132,7 +141,12 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     position_T = np.repeat(context_len_S - query_end_S, count_S)
     position_T += np.arange(len(position_T))
     number_T = position_T // size
-    block_T = table.block_table.take(slot_T * table.block_table.shape[1] + number_T).astype(np.int64)
+
+    def slot_mapping(block_table: np.ndarray) -> np.ndarray:
+        block_T = block_table.take(slot_T * block_table.shape[1] + number_T).astype(np.int64)
+        return (block_T - number_T) * size + position_T
+
+    windowed = table.window_block_table
     logit_row_R = query_end_S[plan.samples_S] - 1
     if plan.draft_S is not None:
         logit_row_R = ranges(logit_row_R - plan.draft_S[plan.samples_S], plan.draft_S[plan.samples_S] + 1)
@@ -140,12 +154,14 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
     return StepInput(
         token_id_T=table.token_ids.take(slot_T * table.max_model_len + position_T).astype(np.int64),
         position_T=position_T,
-        slot_mapping_T=(block_T - number_T) * size + position_T,
+        slot_mapping_T=slot_mapping(table.block_table),
         query_start_S1=query_start_S1.astype(np.int32),
         context_len_S=context_len_S.astype(np.int32),
         block_table_SM=cut_rows(table.block_table, slot_S, 0, max_blocks),
         logit_row_R=logit_row_R,
         adapter_S=adapter_S if adapter_S is not None and (adapter_S >= 0).any() else None,
+        window_slot_mapping_T=None if windowed is None else slot_mapping(windowed),
+        window_block_table_SM=None if windowed is None else cut_rows(windowed, slot_S, 0, max_blocks),
     )
 
 

@@ -13,6 +13,8 @@ class BatchLimits:
 
 BLOCK_SIZES = {"cpu": 16, "cuda": 64}
 """Default tokens of a KV block."""
+MIN_BLOCK_SIZE = 16
+"""Smallest default where layers share pages of several blocks."""
 
 CPU_LIMITS = BatchLimits(64, 2048)
 SMALL_GPU_LIMITS, GPU_LIMITS = BatchLimits(256, 8192), BatchLimits(512, 8192)

@@ -26,8 +26,10 @@ from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
 from pipeline.machine.host import available_cores
 from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import ModelConfig, read_config
+from pipeline.model.kv_cache import single_kv_pages
 from pipeline.model.load import as_stored
 from pipeline.roofline.cards import card_of_device
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.tokenization.tokenizer import Tokenizer
 
 PASS_QUERIES = 2  # tokens of a sequence in a captured draft pass
@@ -35,14 +37,14 @@ PASS_QUERIES = 2  # tokens of a sequence in a captured draft pass
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """Parts of an engine. num_blocks: of the KV cache; the draft model's has as many. settings: as resolved."""
+    """Parts of an engine. num_pages: of the KV cache; the draft model's has as many. settings: as resolved."""
 
     resolved: Resolved
     device_context: DeviceContext
     runner: Runner
     draft_runner: ModelRunner | None
     tokenizer: Tokenizer
-    num_blocks: int
+    num_pages: int
     max_model_len: int
     settings: dict[str, str | int]
 
@@ -80,7 +82,8 @@ def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
         "max_num_seqs": resolved.max_num_seqs,
         "max_num_batched_tokens": resolved.max_num_batched_tokens,
         "block_size": resolved.block_size,
-        "num_kv_blocks": loaded.num_blocks,
+        "num_kv_blocks": loaded.num_pages,
+        **({} if resolved.kv_pages.window is None else _shared(resolved.kv_pages)),
         "weights": loaded.target.weights,
         "parameters": model.parameters_text(),
         "deterministic": "on" if resolved.deterministic else "off",
@@ -94,7 +97,7 @@ def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
         runner=runner,
         draft_runner=loaded.draft_runner,
         tokenizer=tokenizer,
-        num_blocks=loaded.num_blocks,
+        num_pages=loaded.num_pages,
         max_model_len=loaded.max_model_len,
         settings=settings,
     )
@@ -120,13 +123,13 @@ class LoadSpec:
 
 @dataclass(frozen=True)
 class LoadedRunner:
-    """A rank's runner with its KV cache. num_blocks: of the KV cache."""
+    """A rank's runner with its KV cache. num_pages: of the KV cache."""
 
     target: LoadedModel
     resolved: Resolved
     runner: ModelRunner
     draft_runner: ModelRunner | None
-    num_blocks: int
+    num_pages: int
     max_model_len: int
 
 
@@ -162,14 +165,16 @@ def load_runner(
             each.compile_kernels(resolved, shape, threads, log)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
-    bytes_per_token = sum(each.kv_bytes_per_token for each in loaded)
-    num_blocks = ranks.least(_num_kv_blocks(config, resolved, bytes_per_token, step_bytes))
-    max_model_len = _fit_length(config, resolved, num_blocks)
-    runner = target.runner(num_blocks, resolved.block_size, max_model_len)
-    draft_runner = draft.runner(num_blocks, resolved.block_size, max_model_len) if draft is not None else None
+    pages = [resolved.kv_pages]
+    if draft is not None:
+        pages.append(single_kv_pages(draft.config, resolved.block_size, draft.kv_dtype))
+    num_pages = ranks.least(_num_kv_pages(config, resolved, sum(each.page_bytes for each in pages), step_bytes))
+    max_model_len = _fit_length(config, resolved, num_pages)
+    runner = target.runner(num_pages, pages[0], max_model_len)
+    draft_runner = draft.runner(num_pages, pages[1], max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
         _capture_steps(runner, draft_runner, resolved, shapes, log)
-    return LoadedRunner(target, resolved, runner, draft_runner, num_blocks, max_model_len)
+    return LoadedRunner(target, resolved, runner, draft_runner, num_pages, max_model_len)
 
 
 def start_ranks(
@@ -206,7 +211,7 @@ def rank_spec(spec: LoadSpec, rank: int) -> LoadSpec:
 def _plan_bytes(resolved: Resolved) -> int:
     """Return an upper bound of the size of a step's arrays."""
     num_blocks = -(-resolved.max_model_len // resolved.block_size)
-    numbers = 5 * resolved.max_num_batched_tokens + resolved.max_num_seqs * (8 + num_blocks)
+    numbers = 6 * resolved.max_num_batched_tokens + resolved.max_num_seqs * (8 + 2 * num_blocks)
     return 8 * numbers + (1 << 16)
 
 
@@ -265,26 +270,32 @@ def _capture_steps(
         )
 
 
-def _num_kv_blocks(config: EngineConfig, resolved: Resolved, bytes_per_token: int, step_bytes: int) -> int:
-    block_bytes = resolved.block_size * bytes_per_token
-    per_sequence = -(-resolved.max_model_len // resolved.block_size)
-    need = resolved.max_num_seqs * per_sequence * block_bytes
+def _shared(pages: KVPages) -> dict[str, str | int]:
+    """Return the settings of pages that layers with and without a window share."""
+    return {"kv_page_tokens": pages.page_size, "kv_window": pages.window or 0}
+
+
+def _num_kv_pages(config: EngineConfig, resolved: Resolved, page_bytes: int, step_bytes: int) -> int:
+    pages = resolved.kv_pages
+    need = resolved.max_num_seqs * pages.num_pages(resolved.max_model_len)
+    if pages.window is not None:  # the windows of prompts that a step computes are longer
+        need += resolved.max_num_batched_tokens // pages.block_size
     budget = kv_budget_bytes(
-        resolved.device, config.kv_cache_memory_bytes, need, config.gpu_memory_utilization, step_bytes
+        resolved.device, config.kv_cache_memory_bytes, need * page_bytes, config.gpu_memory_utilization, step_bytes
     )
-    num_blocks = budget // block_bytes
-    if num_blocks < 2:
+    num_pages = budget // page_bytes
+    if num_pages < 2:
         raise ConfigError(
-            f"a KV cache of {budget} bytes is smaller than two blocks of {block_bytes} bytes; raise "
+            f"a KV cache of {budget} bytes is smaller than two blocks of {page_bytes} bytes; raise "
             "engine.kv_cache_memory_bytes"
         )
-    return num_blocks
+    return num_pages
 
 
-def _fit_length(config: EngineConfig, resolved: Resolved, num_blocks: int) -> int:
+def _fit_length(config: EngineConfig, resolved: Resolved, num_pages: int) -> int:
     """Return max_model_len, lowered to the KV cache's capacity if the user set none. Raises ConfigError if it was set
     and does not fit."""
-    capacity = num_blocks * resolved.block_size
+    capacity = resolved.kv_pages.max_tokens(num_pages)
     if resolved.max_model_len <= capacity:
         return resolved.max_model_len
     if config.max_model_len is not None:

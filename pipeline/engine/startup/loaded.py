@@ -25,11 +25,13 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.ranks import ONE_RANK, OneRank
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import ModelConfig, read_config
-from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.decoder import Decoder
+from pipeline.model.kv_cache import KVCache, single_kv_pages
 from pipeline.model.load import as_stored
 from pipeline.model.lora import Adapters, read_adapter
 from pipeline.model.offload import CudaCopies, LayerOffload
 from pipeline.model.sharding import Share
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.tokenization.tokenizer import Tokenizer
 from pipeline.weights.formats import has_small_blocks
 
@@ -153,11 +155,12 @@ class LoadedModel:
     def _small_runner(self, resolved: Resolved) -> ModelRunner:
         """Return a runner for the largest step, whose sequences all read and write the same blocks."""
         num_tokens, num_sequences, _ = step_input_shape(resolved)
-        num_blocks = -(-num_tokens // num_sequences // resolved.block_size) + 1
-        return self.runner(num_blocks, resolved.block_size, resolved.max_model_len)
+        num_pages = -(-num_tokens // num_sequences // resolved.block_size) + 1
+        pages = single_kv_pages(self.config, resolved.block_size, self.kv_dtype)
+        return self.runner(num_pages, pages, resolved.max_model_len)
 
-    def runner(self, num_blocks: int, block_size: int, max_model_len: int) -> ModelRunner:
+    def runner(self, num_pages: int, pages: KVPages, max_model_len: int) -> ModelRunner:
         """Return a runner with a KV cache of this size."""
         spare = self.kernels.graph_attention is not None
-        kv = KVCache.allocate(self.config, num_blocks, block_size, self.kv_dtype, self.decoder.device, spare)
-        return ModelRunner(self.decoder, kv, block_size, max_model_len)
+        kv = KVCache.allocate(self.config, num_pages, pages, self.kv_dtype, self.decoder.device, spare)
+        return ModelRunner(self.decoder, kv, max_model_len)

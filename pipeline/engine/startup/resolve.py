@@ -7,7 +7,7 @@ import torch
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.drafts.spec_decoder import MAX_CHECKED_TOKENS
 from pipeline.engine.speculation.config import SpeculationConfig
-from pipeline.engine.startup.batch_limits import BLOCK_SIZES, CPU_LIMITS, BatchLimits, gpu_limits
+from pipeline.engine.startup.batch_limits import BLOCK_SIZES, CPU_LIMITS, MIN_BLOCK_SIZE, BatchLimits, gpu_limits
 from pipeline.engine.startup.memory import (
     OffloadPlan,
     free_cpu_bytes,
@@ -28,6 +28,8 @@ from pipeline.kernels.select import default_dtype, native_activations
 from pipeline.machine.device import find_device
 from pipeline.machine.numba import numba_unavailable_reason
 from pipeline.model.config import DTYPES, ModelConfig
+from pipeline.model.kv_cache import shared_kv_pages, single_kv_pages
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.weights.round_to_nearest import METHODS, RoundToNearest
 
 KV_CACHE_DTYPES = ("auto", "none", "fp8")
@@ -46,11 +48,15 @@ class Resolved:
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    block_size: int
+    kv_pages: KVPages
     gpu_memory_utilization: float
     speculation: SpeculationConfig  # of method off, lookup or draft_model
     activations: Activations = NOT_ROUNDED  # of the target, not of its draft model
     offload: OffloadPlan | None = None  # of the target's layers
+
+    @property
+    def block_size(self) -> int:
+        return self.kv_pages.block_size
 
     @property
     def max_verified_tokens(self) -> int:
@@ -88,21 +94,39 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         raise ConfigError(
             f"engine.max_model_len = {max_model_len}: the model supports at most {model.max_position} positions"
         )
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, dtype)
     return Resolved(
         device=device,
         dtype=dtype,
-        kv_dtype=resolve_kv_dtype(config.kv_cache_dtype, model, dtype),
+        kv_dtype=kv_dtype,
         kernels=config.kernels,
         deterministic=config.deterministic,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=batched,
-        block_size=_positive("block_size", config.block_size, BLOCK_SIZES[device.type]),
+        kv_pages=resolve_kv_pages(config, model, kv_dtype, device.type, max_model_len),
         gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config.speculation_config),
         activations=activations,
         offload=offload,
     )
+
+
+def resolve_kv_pages(
+    config: EngineConfig, model: ModelConfig, kv_dtype: torch.dtype, device_type: str, max_model_len: int
+) -> KVPages:
+    """Return the pages of the target's KV cache. With a draft model, which follows the target's block table, all layers
+    keep all tokens."""
+    default = BLOCK_SIZES[device_type]
+    size = _positive("block_size", config.block_size, default)
+    if config.speculation_config.model is not None:
+        return single_kv_pages(model, size, kv_dtype)
+    pages = shared_kv_pages(model, size, kv_dtype, max_model_len)
+    # Sequences share whole pages of a prefix.
+    while config.block_size is None and pages.page_size > default and size > MIN_BLOCK_SIZE:
+        size //= 2
+        pages = shared_kv_pages(model, size, kv_dtype, max_model_len)
+    return pages
 
 
 def _offload(config: EngineConfig, layer_bytes: list[int], device: torch.device) -> OffloadPlan | None:

@@ -221,7 +221,7 @@ class OutputProcessor:
         self._fail_not_finite(slot, f"after {generated} generated tokens")
 
     def _fail_not_finite(self, slot: int, context: str) -> None:
-        own = self._scheduler.pool.held_once(self._table.blocks_of(slot))
+        own = self._scheduler.pool.held_once(self._table.pages_of(slot))
         sequence = self._scheduler.drop(slot, keep_blocks=False)
         self._clean(own)
         sequence.fail(RowError.NON_FINITE_LOGITS, f"the model returned non-finite logits {context}")

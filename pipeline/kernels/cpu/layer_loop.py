@@ -119,6 +119,7 @@ class CompiledLayerLoop:
         rotations: Sequence[Rotation],
         attn_metadata: AttentionInput,
         caches: Sequence[LayerCache],
+        is_windowed: Sequence[bool],
     ) -> None:
         num_tokens, eps, x, residual = len(x_TH), self._eps, bits(x_TH), bits(residual_TH)
         buffers = self._buffers
@@ -127,13 +128,15 @@ class CompiledLayerLoop:
         if caches is not self._caches:
             self._caches, self._arrays = caches, [arrays_of(cache) for cache in caches]
         tables = [(rotation.cos_TD2.numpy(), rotation.sin_TD2.numpy()) for rotation in rotations]
-        slot_T, num_heads, num_kv_heads = (
-            attn_metadata.slot_mapping_T.numpy(),
-            buffers.q_TND.shape[1],
-            caches[0].k_CBKD.shape[2],
-        )
-        plan = plan_of(attn_metadata, num_heads, num_kv_heads, self._head_dim, self._layers[0].is_parallel(num_tokens))
-        for layer, cache in zip(self._layers, self._arrays):
+        heads = buffers.q_TND.shape[1], caches[0].k_CBKD.shape[2], self._head_dim
+        is_parallel = self._layers[0].is_parallel(num_tokens)
+        kinds = [
+            (each.slot_mapping_T.numpy(), plan_of(each, *heads, is_parallel))
+            for each in (attn_metadata, attn_metadata.windowed)
+            if each is not None
+        ]
+        for layer, cache, windowed in zip(self._layers, self._arrays, is_windowed):
+            slot_T, plan = kinds[windowed]
             add_rms_norm_kernel(x, residual, layer.attn_norm_H, eps, *ALL_ITEMS)
             layer.qkv.write(x, buffers.qkv_TK)
             norms = layer.with_norm, layer.q_norm_D, layer.k_norm_D

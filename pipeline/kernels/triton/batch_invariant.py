@@ -105,7 +105,7 @@ class CapturedBatchInvariantAttention:
         item_I2[:, 0] = np.arange(shape.max_seqs)
         self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)
         sizes = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
-        self._staged = StagedStep(sizes, shape.num_numbers, shape.max_seqs, shape.max_blocks, device)
+        self._staged = StagedStep(sizes, shape, device)
         self.numbers = self._staged.numbers
         self.plans = (self._plans(on_device(item_I2, device)),)
 
@@ -128,9 +128,10 @@ class CapturedBatchInvariantAttention:
         return self._max_seqs + num_tokens // self._queries
 
     def _plans(self, item_I2: torch.Tensor) -> dict[Hashable, Any]:
-        (query_start_S1, context_len_S, _), table_SM = self._staged.arrays, self._staged.block_table_SM
+        query_start_S1, context_len_S, _ = self._staged.arrays
         plans: dict[Hashable, Any] = {}
         for window in self._windows:
+            table_SM = self._staged.table_of(window)
             metadata = PrefillMetadata(window or _NO_WINDOW, item_I2, query_start_S1, context_len_S, table_SM)
             plans[plan_key(window, *self._kv_heads)] = AttentionPlan(None, metadata)
         return plans
@@ -148,7 +149,7 @@ class CapturedBatchInvariantAttention:
         start_S1[: len(attn_metadata.query_start_S1)] = attn_metadata.query_start_S1
         context_S = np.zeros(self._max_seqs, dtype=np.int32)
         context_S[: len(attn_metadata.context_len_S)] = attn_metadata.context_len_S
-        self._staged.fill([start_S1, context_S, item_I2], numbers, attn_metadata.block_table_SM, future)
+        self._staged.fill([start_S1, context_S, item_I2], numbers, attn_metadata, future)
 
     def unpack(self) -> None:
         self._staged.unpack()

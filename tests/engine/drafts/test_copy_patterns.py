@@ -8,6 +8,7 @@ import pytest
 from pipeline.engine.drafts.lookup.compiled_lookup import MAX_MATCH, MIN_MATCH
 from pipeline.engine.drafts.lookup.ngram import NgramProposer
 from pipeline.engine.schedule.slot_table import SlotTable
+from pipeline.roofline.kv_pages import KVPages
 from tests.engine.drafts.test_ngram import admit, append, leave
 
 ON, BY, FOR, STOP = 901, 902, 903, 904  # words of outputs
@@ -28,7 +29,7 @@ class Rows:
     """Rows of a table that one proposer with templates knows."""
 
     def __init__(self, num_drafts: int, **sizes: int) -> None:
-        self.table = SlotTable(4, 400, 4)
+        self.table = SlotTable(4, 400, KVPages(4, 0))
         self.proposer = NgramProposer(self.table, num_drafts, **sizes)
         self.order = 0
 

@@ -21,6 +21,7 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.errors import ModelError
 from pipeline.kernels.reference import greedy
+from pipeline.roofline.kv_pages import KVPages
 from tests.engine.drafts.proposers import draft_with
 from tests.engine.hash_runner import (
     VOCAB,
@@ -58,7 +59,7 @@ def draft_with_itself(
     engine: Engine, max_drafts: int, catch_up: int = 512, memory: int | None = None
 ) -> DraftModelProposer:
     """Draft with the target's own model, with a cache that turns stale with the target's."""
-    runner = HashRunner(engine.pool.num_blocks, engine.pool.block_size, memory=memory)
+    runner = HashRunner(engine.pool.num_blocks, engine.table.pages, memory=memory)
     allocate = engine.pool.allocate
 
     def allocate_stale(count: int) -> list[int]:
@@ -193,7 +194,7 @@ def test_a_vocabulary_of_another_size() -> None:
 
     for runner_of, accepts_all in ((Cut, False), (Padded, True)):
         engine = hash_engine(100, 4, max_num_batched_tokens=64)
-        proposer = DraftModelProposer(runner_of(100, 4), engine.table, engine.pool, 3, VOCAB)
+        proposer = DraftModelProposer(runner_of(100, engine.table.pages), engine.table, engine.pool, 3, VOCAB)
         draft_with(engine, proposer)
         done = run(engine, [Request(0, [5, 6], SamplingParams(max_tokens=40, ignore_eos=True))])[0]
         assert done.token_ids == expected_tokens([5, 6], 40, 64, False)
@@ -213,7 +214,7 @@ class TableRunner:
     def execute(self, step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
         return self.logits_VV[torch.from_numpy(step.token_id_T[step.logit_row_R])]
 
-    def zero_blocks(self, blocks: list[int]) -> None: ...
+    def zero_pages(self, blocks: list[int]) -> None: ...
 
 
 class NoText:
@@ -235,8 +236,8 @@ def test_sampled_tokens_have_the_distribution_of_the_target(renormalised: bool) 
     engine = Engine.from_parts(
         TableRunner(target_VV),
         NoText(),  # type: ignore[arg-type]
-        num_blocks=4096,
-        block_size=4,
+        num_pages=4096,
+        kv_pages=KVPages(4, 0),
         max_model_len=8,
         max_num_seqs=256,
         max_num_batched_tokens=8192,

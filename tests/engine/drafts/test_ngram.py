@@ -10,6 +10,7 @@ from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.slot_table import SlotTable
+from pipeline.roofline.kv_pages import KVPages
 
 NONE = np.array([], dtype=np.int64)
 
@@ -66,7 +67,7 @@ def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> 
     """Sequences arrive, grow at their own pace, finish or are evicted and resume in other slots; small alphabets match
     often."""
     rng = np.random.default_rng(seed)
-    table, max_drafts = SlotTable(9, 150, 4), int(rng.integers(1, 9))
+    table, max_drafts = SlotTable(9, 150, KVPages(4, 0)), int(rng.integers(1, 9))
     proposer = Literal(table, max_drafts)
     alphabet = int(rng.choice([2, 4, 12]))
     order = num_looked_up = num_forgotten = num_own = num_others = 0
@@ -106,7 +107,7 @@ def test_drafts_are_what_followed_the_longest_match_the_last_time(seed: int) -> 
 def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
     """Drafts followed that very run in one recent output."""
     rng = np.random.default_rng(seed)
-    table = SlotTable(2, 140, 4)
+    table = SlotTable(2, 140, KVPages(4, 0))
     proposer, outputs, num_found = Literal(table, 4, corpus_tokens=64), list[list[int]](), 0
     for order in range(200):
         output = rng.integers(0, 3, int(rng.choice([1, 2, 3, 9, 20, 62, 100]))).tolist()
@@ -128,7 +129,7 @@ def test_finished_outputs_are_bounded_and_never_run_together(seed: int) -> None:
 
 def test_a_table_that_is_far_too_small_forgets_and_never_fails() -> None:
     rng = np.random.default_rng(0)
-    table = SlotTable(4, 200, 4)
+    table = SlotTable(4, 200, KVPages(4, 0))
     proposer = Literal(table, 3, max_entries=16, corpus_tokens=16)
     assert len(new_table(16)) == len(new_table(9)) == 16
     slots = np.array([admit(table, proposer, n, rng.integers(0, 3, 150).tolist()) for n in range(4)])
@@ -148,7 +149,7 @@ def test_a_table_that_is_far_too_small_forgets_and_never_fails() -> None:
 def test_a_batch_that_was_not_looked_up_before_is_known_at_once() -> None:
     """Drafts from half of a text are worse than none until the rest is indexed."""
     rng, num = np.random.default_rng(0), 64
-    table = SlotTable(num, 200, 4)
+    table = SlotTable(num, 200, KVPages(4, 0))
     proposer = Literal(table, 3)
     texts = [rng.permutation(90).tolist() for _ in range(num)]
     slots = np.array([admit(table, proposer, n, [*text, *text[40:50]]) for n, text in enumerate(texts)])

@@ -31,7 +31,7 @@ def check_blocks(engine: Engine, texts: list[list[int]]) -> None:
         assert cache[block].tolist() == sound[key]
     for sequence in filter(None, engine.table.sequences):
         computed = int(engine.table.num_computed[sequence.slot])
-        held = cache[engine.table.blocks_of(sequence.slot)].reshape(-1)[:computed]
+        held = cache[engine.table.pages_of(sequence.slot)].reshape(-1)[:computed]
         assert held.tolist() == engine.table.token_ids[sequence.slot, :computed].tolist()
 
 

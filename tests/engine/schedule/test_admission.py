@@ -11,6 +11,7 @@ from pipeline.engine.schedule.scheduler import Scheduler
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.stats import EngineStats
+from pipeline.roofline.kv_pages import KVPages
 
 SIZE = 4
 
@@ -28,7 +29,7 @@ class Job:
         shared: int = 0,
         size: int = SIZE,
     ) -> None:
-        self.table = SlotTable(num_slots, max(prompts) + max_tokens, size)
+        self.table = SlotTable(num_slots, max(prompts) + max_tokens, KVPages(size, 0))
         self.pool, self.stats = BlockPool(num_blocks, size), EngineStats()
         self.scheduler = Scheduler(self.table, self.pool, self.stats, 4096, enable_prefix_caching=True)
         self.ends, self.ended, self.computed = np.add(prompts, outputs), [], 0
@@ -152,7 +153,9 @@ def test_the_peak_is_the_maximum_over_steps(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size = int(rng.choice([1, 4, 16]))
     sequences = draw_sequences(rng, int(rng.integers(1, 12)), size)
-    assert BlockDemand.from_sequences(*sequences, size).peak == pytest.approx(counted_peak(*sequences, size))
+    assert BlockDemand.from_sequences(KVPages(size, 0), *sequences).peak == pytest.approx(
+        counted_peak(*sequences, size)
+    )
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -161,12 +164,14 @@ def test_added_sequences_count_like_initial_ones(seed: int) -> None:
     size, count = int(rng.choice([1, 4, 16])), int(rng.integers(0, 6))
     known_S, end_S, held_S, freed_S = draw_sequences(rng, count + 4, size)
     held_S[count:], freed_S[count:] = rng.integers(0, held_S[count:] + 1), 0  # shared, so not free after its end
-    demand = BlockDemand.from_sequences(known_S[:count], end_S[:count], held_S[:count], freed_S[:count], size)
+    demand = BlockDemand.from_sequences(
+        KVPages(size, 0), known_S[:count], end_S[:count], held_S[:count], freed_S[:count]
+    )
     for s in range(count, count + 4):
         demand = demand.add(int(known_S[s]), int(end_S[s]), int(held_S[s]))
-        sequences = (known_S[: s + 1], end_S[: s + 1], held_S[: s + 1], freed_S[: s + 1], size)
-        whole = BlockDemand.from_sequences(*sequences)
-        assert demand.peak == pytest.approx(whole.peak) == pytest.approx(counted_peak(*sequences))
+        sequences = known_S[: s + 1], end_S[: s + 1], held_S[: s + 1], freed_S[: s + 1]
+        whole = BlockDemand.from_sequences(KVPages(size, 0), *sequences)
+        assert demand.peak == pytest.approx(whole.peak) == pytest.approx(counted_peak(*sequences, size))
 
 
 def test_if_several_end_at_once_the_peak_is_no_less_and_hardly_more() -> None:
@@ -174,6 +179,6 @@ def test_if_several_end_at_once_the_peak_is_no_less_and_hardly_more() -> None:
     for _ in range(50):
         known_S, end_S, held_S, freed_S = draw_sequences(rng, 8, 16)
         end_S = known_S + rng.integers(1, 4, 8)
-        found = BlockDemand.from_sequences(known_S, end_S, held_S, freed_S, 16).peak
+        found = BlockDemand.from_sequences(KVPages(16, 0), known_S, end_S, held_S, freed_S).peak
         counted = counted_peak(known_S, end_S, held_S, freed_S, 16)
         assert counted - 1e-6 <= found <= counted + 8 * 0.5

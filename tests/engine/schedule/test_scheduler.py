@@ -48,20 +48,29 @@ def run(
                 known, computed = int(table.num_known[slot]), int(table.num_computed[slot])
                 assert 0 <= computed <= known <= int(table.limit[slot])
                 assert computed < known or engine.runner.is_asynchronous, "no step computes its next token"
-                held = len(table.blocks_of(slot)) * size
+                held = int(table.num_pages[slot]) * size
                 assert computed <= held < computed + size + 1, "more than one partial block is wasted"
+                if table.pages.window is not None:
+                    pages = table.pages_of(slot)
+                    assert len(pages) == len(set(pages))
+                    newest = known if engine.runner.is_asynchronous else computed
+                    most = table.pages.num_pages(newest, max(engine.runner.tokens_per_step))
+                    assert len(pages) <= most, "a window keeps blocks that no query sees"
         steps += 1
         assert steps < 20_000, "no progress"
     assert engine.pool.num_held == 0
     return done
 
 
+@pytest.mark.parametrize("has_window", [False, True])
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(24))
-def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(seed: int, is_asynchronous: bool) -> None:
+def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(
+    seed: int, is_asynchronous: bool, has_window: bool
+) -> None:
     rng = np.random.default_rng(seed)
     max_len = int(rng.choice([40, 64]))
-    engine = tight_engine(rng, max_len, is_asynchronous=is_asynchronous)
+    engine = tight_engine(rng, max_len, has_window, is_asynchronous=is_asynchronous)
     requests = random_requests(rng, 40, max_len)
     done = run(engine, requests, arrivals=rng)
     check_tokens(done, requests, max_len)

@@ -146,7 +146,7 @@ def test_each_engine_launches_on_its_own_device_and_the_callers_stays(monkeypatc
     for index, name in ((0, "cuda:0"), (1, "cuda:1"), (3, "cuda:3")):
         engine = engines[index] = hash_engine(60, 4, is_asynchronous=True, bad_token=77)
         engine.device_context = DeviceContext(None, torch.device(name))
-        for method in ("execute", "greedy", "sample", "zero_blocks"):
+        for method in ("execute", "greedy", "sample", "zero_pages"):
             setattr(engine.runner, method, recording_device(index, method, getattr(engine.runner, method)))
     for engine in engines.values():
         engine.warm_up()
@@ -159,4 +159,4 @@ def test_each_engine_launches_on_its_own_device_and_the_callers_stays(monkeypatc
         engine.abort(0)
         assert current == [2]
     assert {(index, current) for index, _, current in launched} == {(0, 0), (1, 1), (3, 3)}
-    assert {method for _, method, _ in launched} == {"execute", "greedy", "sample", "zero_blocks"}
+    assert {method for _, method, _ in launched} == {"execute", "greedy", "sample", "zero_pages"}

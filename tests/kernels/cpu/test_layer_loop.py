@@ -20,7 +20,8 @@ from pipeline.kernels.cpu.attention.attention import Plan, plan_of
 from pipeline.kernels.cpu.linear.linear_bf16 import use_avx512_bf16
 from pipeline.kernels.select import select_kernels
 from pipeline.model.config import read_config
-from pipeline.model.decoder import Decoder, KVCache
+from pipeline.model.decoder import Decoder
+from pipeline.model.kv_cache import KVCache, single_kv_pages
 from pipeline.model.rotation import RotationTables
 from tests.model_folders import FAMILIES, make_family
 
@@ -58,7 +59,9 @@ def decoder_of(
 
 def run(decoder: Decoder, kv_dtype: torch.dtype | None = None) -> tuple[list[torch.Tensor], KVCache]:
     """Return the hidden states of each of STEPS: of prompts only after the last token, else after all tokens."""
-    kv = KVCache.allocate(decoder.config, 5 * len(PROMPTS), BLOCK, kv_dtype or decoder.dtype, CPU)
+    dtype = kv_dtype or decoder.dtype
+    pages = single_kv_pages(decoder.config, BLOCK, dtype)
+    kv = KVCache.allocate(decoder.config, 5 * len(PROMPTS), pages, dtype, CPU)
     known, found = [0] * len(PROMPTS), []
     random = np.random.default_rng(0)
     tables = RotationTables(decoder.config.ropes, decoder.config.head_dim, 64, CPU)

@@ -21,6 +21,7 @@ from pipeline.engine.drafts.lookup.finished_outputs import FinishedOutputs
 from pipeline.engine.drafts.policy import Proposal
 from pipeline.engine.drafts.proposer import Drafts
 from pipeline.engine.schedule.slot_table import SlotTable
+from pipeline.roofline.kv_pages import KVPages
 
 MAX_ENTRIES = 1 << 22  # of the sequences' own runs: 16 MiB
 CORPUS_TOKENS = 1 << 18  # of finished outputs: 1 MiB, and 8 MiB for their runs
@@ -52,7 +53,7 @@ class NgramProposer:
 
     def warm_up(self) -> None:
         """Load or compile the numba code before the first step, with dummy tables."""
-        other = NgramProposer(SlotTable(1, 16, 4), self.max_draft_tokens, 16, 16)
+        other = NgramProposer(SlotTable(1, 16, KVPages(4, 0)), self.max_draft_tokens, 16, 16)
         other._unlearnt.append((np.zeros(8, dtype=np.int32), 4))
         other.propose(np.zeros(0, dtype=np.int64))
 

@@ -53,18 +53,16 @@ class CapturedAttention:
         programs = num_programs_of(target, *heads, self.max_queries, shape.with_fp8_cache)
         decode_sizes = DecodeMetadata.sizes(shape.max_seqs, programs)
         sizes = [*chain.from_iterable((*decode_sizes, *(each.sizes if each else ())) for each in of_window.values())]
-        size = shape.num_numbers, shape.max_seqs, shape.max_blocks
-        self._staged = StagedStep([*fixed_sizes, *sizes], *size, device)
+        self._staged = StagedStep([*fixed_sizes, *sizes], shape, device)
         self.numbers = self._staged.numbers
         query_start_S1, context_len_S, tiles, *rest = self._staged.arrays
-        self._sequences = SequenceTensors(query_start_S1, context_len_S, self._staged.block_table_SM)
         self._item_I2 = tiles.view(-1, 2)
         views = iter(rest)
         self._metadata = [
             DecodeMetadata.from_tensors(
                 DecodeNumbers(*islice(views, len(decode_sizes))),
                 None if each is None else CascadeMetadata.for_steps(each, islice(views, len(each.sizes))),
-                self._sequences,
+                SequenceTensors(query_start_S1, context_len_S, self._staged.table_of(window)),
                 num_heads=shape.num_heads,
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
@@ -86,7 +84,7 @@ class CapturedAttention:
         item_I2 = self._item_I2[: self._max_tiles(num_tokens)]
         return {
             plan_key(each.window, *self._kv_heads): AttentionPlan(
-                each, PrefillMetadata(each.window, item_I2, *self._sequences)
+                each, PrefillMetadata(each.window, item_I2, *each.sequences)
             )
             for each in self._metadata
         }
@@ -141,7 +139,7 @@ class CapturedAttention:
         future: FutureNumbers | None,
     ) -> None:
         arrays = [attn_metadata.query_start_S1, attn_metadata.context_len_S, item_I2, *decode_arrays]
-        self._staged.fill(arrays, numbers, attn_metadata.block_table_SM, future)
+        self._staged.fill(arrays, numbers, attn_metadata, future)
 
     def unpack(self) -> None:
         self._staged.unpack()

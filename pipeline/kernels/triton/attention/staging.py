@@ -1,11 +1,13 @@
 """Copies of per-step data to the GPU: arrays in one tensor, filled by one copy from pinned memory."""
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch
 
-from pipeline.kernels.graph_attention import FutureNumbers
+from pipeline.kernels.attention_input import AttentionInput
+from pipeline.kernels.graph_attention import FutureNumbers, GraphShape
 from pipeline.kernels.memory import staging_buffer
 from pipeline.kernels.triton.attention.scatter import SCATTER_HEAD, scatter_head, scatter_launch
 
@@ -44,26 +46,40 @@ class StagedStep:
     `fill` sends them in one copy. The graph begins with `unpack`, which moves them to where the rest of it reads them.
     """
 
-    def __init__(
-        self, sizes: Sequence[int], num_numbers: int, max_seqs: int, max_blocks: int, device: torch.device
-    ) -> None:
+    def __init__(self, sizes: Sequence[int], shape: GraphShape, device: torch.device) -> None:
         """`sizes` are those of the arrays. `numbers` (int64) is a view of the runner's numbers, always sent first."""
-        room = _aligned(2 * num_numbers) + _aligned(max_seqs * max_blocks)
+        table = shape.max_seqs, shape.max_blocks
+        room = _aligned(2 * shape.num_numbers) + (1 + shape.has_window_blocks) * _aligned(prod(table))
         self._staged = StagedArrays([2 * SCATTER_HEAD, *sizes], device, room)
         head, *self.arrays = self._staged.views
         self._head = head.view(torch.int64)
-        self.numbers = self._staged.extra[: 2 * num_numbers].view(torch.int64)
-        self.block_table_SM = torch.zeros(max_seqs, max_blocks, dtype=torch.int32, device=device)
+        self.numbers = self._staged.extra[: 2 * shape.num_numbers].view(torch.int64)
+        self.block_table_SM = torch.zeros(table, dtype=torch.int32, device=device)
+        self.window_block_table_SM = torch.zeros_like(self.block_table_SM) if shape.has_window_blocks else None
+
+    def table_of(self, window: int | None) -> torch.Tensor:
+        """Return the block table of the layers with this window."""
+        own = self.window_block_table_SM
+        return self.block_table_SM if window is None or own is None else own
 
     def fill(
-        self, arrays: Sequence[np.ndarray], numbers: np.ndarray, table_SM: np.ndarray, future: FutureNumbers | None
+        self,
+        arrays: Sequence[np.ndarray],
+        numbers: np.ndarray,
+        attn_metadata: AttentionInput,
+        future: FutureNumbers | None,
     ) -> None:
-        assert (numbers.dtype, table_SM.dtype) == (np.int64, np.int32)
-        head = scatter_head(table_SM, words_of(numbers), future)
-        self._staged.fill([head.view(np.int32), *arrays], [numbers, table_SM])
+        """Send a step's arrays, the runner's numbers and its block tables."""
+        tables = [each.block_table_SM for each in (attn_metadata, attn_metadata.windowed) if each is not None]
+        tables = tables[: 1 if self.window_block_table_SM is None else 2]
+        assert numbers.dtype == np.int64
+        assert all(table_SM.dtype == np.int32 for table_SM in tables)
+        at = words_of(numbers)
+        head = scatter_head(tables[0], at, at + words_of(tables[0]), future)
+        self._staged.fill([head.view(np.int32), *arrays], [numbers, *tables])
 
     def unpack(self) -> None:
-        scatter_launch(self._head, self._staged.extra, self.block_table_SM).run()
+        scatter_launch(self._head, self._staged.extra, self.block_table_SM, self.window_block_table_SM).run()
 
 
 def words_of(array: np.ndarray) -> int:
