@@ -78,7 +78,7 @@ def compile_into(launches: DistinctLaunches, model: LoadedModel, resolved: Resol
             steps()
 
     model = replace(model, kernels=replace(model.kernels, compile_ahead=record))
-    model.compile_kernels(resolved, captured_shapes(resolved, MIXED)[0], 1, lambda text: None)
+    model.compile_kernels(resolved, captured_shapes(resolved, MIXED)[0], resolved.kv_pages, 1, lambda text: None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,12 +4,14 @@ behind a shared prefix and with drafts. Each comparison finds differences where 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from pipeline import Engine, SamplingParams
 from pipeline.engine.completion import Completion
+from pipeline.engine.schedule.admission import BlockDemand
 from pipeline.engine.speculation.config import SpeculationConfig
 from tests.engine.drafts.proposers import Recorded, draft_with
 from tests.engine.test_gpu_kernels import capture, watch_replays
@@ -69,12 +71,12 @@ def in_chunks(folder: Path, **options: Any) -> Rows:
 
 
 def preempted(folder: Path, **options: Any) -> Rows:
-    with float32_engine(folder, **options) as engine:
-        layers = engine.runner.kv.layers
-        block_bytes = sum(layer.k_CBKD[0].nbytes + layer.v_CBKD[0].nbytes for layer in layers)
-    few = {"kv_cache_memory_bytes": 22 * block_bytes, "max_model_len": 120, "enable_prefix_caching": False}
+    few: dict[str, Any] = {"max_model_len": 120, "enable_prefix_caching": False}
     with float32_engine(folder, **few, **options) as engine:
-        engine.scheduler.admission.expected_output = 1
+        pages = engine.table.pages
+    few["kv_cache_memory_bytes"] = (pages.num_pages(120) + 7) * pages.page_bytes
+    # Nothing is expected to grow, so that too much is admitted.
+    with float32_engine(folder, **few, **options) as engine, patch.object(BlockDemand, "peak", 0.0):
         rows = likelihoods_of(engine.generate(prompts(), params()))
         assert engine.stats.num_preemptions > 0
         return rows

@@ -159,15 +159,15 @@ def load_runner(
     loaded = [target] if draft is None else [target, draft]
     step_bytes = 0  # on a CPU, where memory is not that tight
     shapes = captured_shapes(resolved, _max_mixed_tokens(target.config, resolved, ranks))
-    if resolved.device.type == "cuda":
-        threads = spec.num_threads or torch.get_num_threads()
-        for each, shape in zip(loaded, shapes):
-            each.compile_kernels(resolved, shape, threads, log)
-        step_bytes = max(each.step_bytes(resolved) for each in loaded)
-        step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
     pages = [resolved.kv_pages]
     if draft is not None:
         pages.append(single_kv_pages(draft.config, resolved.block_size, draft.kv_dtype))
+    if resolved.device.type == "cuda":
+        threads = spec.num_threads or torch.get_num_threads()
+        for each, shape, own in zip(loaded, shapes, pages):
+            each.compile_kernels(resolved, shape, own, threads, log)
+        step_bytes = max(each.step_bytes(resolved) for each in loaded)
+        step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
     num_pages = ranks.least(_num_kv_pages(config, resolved, sum(each.page_bytes for each in pages), step_bytes))
     max_model_len = _fit_length(config, resolved, num_pages)
     runner = target.runner(num_pages, pages[0], max_model_len)

@@ -129,8 +129,15 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: Captur
     used afterwards.
     """
     max_tokens = resolved.max_num_batched_tokens
+
+    def both_kinds(step: StepInput) -> StepInput:
+        """Return the step for layers with windows too, which may have a block table of their own."""
+        if not any(runner.kv.is_windowed):
+            return step
+        return replace(step, window_block_table_SM=step.block_table_SM, window_slot_mapping_T=step.slot_mapping_T)
+
     for num_tokens in _token_counts(max_tokens):
-        step = _prompts(resolved, num_tokens)
+        step = both_kinds(_prompts(resolved, num_tokens))
         runner.execute(step)
         if runner.decoder.adapters is not None:
             runner.execute(replace(step, adapter_S=np.zeros(len(step.context_len_S), dtype=np.int64)))
@@ -138,7 +145,7 @@ def compute_step_kinds(runner: ModelRunner, resolved: Resolved, captured: Captur
         num_sequences = min(resolved.max_num_seqs, max_tokens // queries)
         if num_sequences and resolved.max_model_len > queries:
             for shared in (False, True):
-                logits_RV = runner.execute(_decoding(resolved, num_sequences, queries, shared))
+                logits_RV = runner.execute(both_kinds(_decoding(resolved, num_sequences, queries, shared)))
                 runner.greedy(logits_RV)
                 params_5R = torch.zeros(5, len(logits_RV), dtype=torch.float64, device=logits_RV.device)
                 runner.sample(logits_RV, params_5R)

@@ -129,12 +129,18 @@ class LoadedModel:
         return kind
 
     def compile_kernels(
-        self, resolved: Resolved, captured: CapturedShape, num_threads: int, log: Callable[[str], None]
+        self,
+        resolved: Resolved,
+        captured: CapturedShape,
+        pages: KVPages,
+        num_threads: int,
+        log: Callable[[str], None],
     ) -> None:
-        """Compile all kernels that steps may launch; see `compute_step_kinds`. Nothing is run."""
+        """Compile all kernels that steps may launch; see `compute_step_kinds`. Nothing is run. pages: of its cache."""
         if self.kernels.compile_ahead is None:
             return
-        runner, compile_ahead, offload = self._small_runner(resolved), self.kernels.compile_ahead, self.decoder.offload
+        runner, compile_ahead = self._small_runner(resolved, pages), self.kernels.compile_ahead
+        offload = self.decoder.offload
         self.decoder.offload = None  # no weights are read
         self.decoder.ranks.leader_first(  # the others find the kernels in its cache
             lambda: compile_ahead(lambda: compute_step_kinds(runner, resolved, captured), log, num_threads)
@@ -152,11 +158,12 @@ class LoadedModel:
             return 0
         return forward_bytes(self._small_runner(resolved), resolved, max_tokens)
 
-    def _small_runner(self, resolved: Resolved) -> ModelRunner:
-        """Return a runner for the largest step, whose sequences all read and write the same blocks."""
+    def _small_runner(self, resolved: Resolved, pages: KVPages | None = None) -> ModelRunner:
+        """Return a runner for the largest step, whose sequences all read and write the same blocks. pages: by default,
+        of a block of each layer."""
         num_tokens, num_sequences, _ = step_input_shape(resolved)
         num_pages = -(-num_tokens // num_sequences // resolved.block_size) + 1
-        pages = single_kv_pages(self.config, resolved.block_size, self.kv_dtype)
+        pages = pages or single_kv_pages(self.config, resolved.block_size, self.kv_dtype)
         return self.runner(num_pages, pages, resolved.max_model_len)
 
     def runner(self, num_pages: int, pages: KVPages, max_model_len: int) -> ModelRunner:

@@ -55,7 +55,7 @@ def main(model: str, cache: str) -> None:
     knobs.compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)  # type: ignore[assignment]
     before, messages = num_kernels(Path(cache)), list[str]()
     target_model: Any = loaded.LoadedModel.load(Path(model), shape, resolved)
-    target_model.compile_kernels(resolved, captured_shapes(resolved, 0)[0], 2, messages.append)
+    target_model.compile_kernels(resolved, captured_shapes(resolved, 0)[0], resolved.kv_pages, 2, messages.append)
     missed = hits.count(False)
     print(json.dumps({"messages": messages, "before": before, "after": num_kernels(Path(cache)), "missed": missed}))
 
