@@ -69,7 +69,7 @@ def test_no_two_layers_write_to_the_same_memory(
 
 
 @pytest.mark.parametrize("pages", [KVPages(4, 1), KVPages(4, 1, 9, 3), KVPages(16, 1, 1024, 5), KVPages(2, 1, 2, 1)])
-def test_a_sequence_holds_at_most_the_pages_of_the_formula(pages: KVPages) -> None:
+def test_no_sequence_holds_more_pages_than_the_formula(pages: KVPages) -> None:
     rng = np.random.default_rng(pages.block_size)
     for _ in range(300):
         end = int(rng.integers(1, 9000))
