@@ -204,7 +204,7 @@ def test_a_job_with_input_and_output_in_a_store(work, pipe, aws, monkeypatch):
             (["report"], "3 of 3: 2 completed, 1 error row"),
             (["compact", "--output", "merged", "--order", "input"], "1 part, 3 rows (1 error row) in 1 file"),
             (["compact", "--output", bucket.url("merged")], "1 part, 3 rows (1 error row) in 1 file"),
-            (["run"], "3 of 3: 2 completed, 1 error row"),
+            (["run"], "Finished already: 3 rows, 1 error row in s3://bucket/out"),
         ]:
             code, out, err = pipe(command[0], "job.yaml", *command[1:])
             assert code == 0, err

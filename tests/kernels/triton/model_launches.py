@@ -100,7 +100,7 @@ def launches_of(
     )
     sampling["sample, parts"], sampling["sample"] = sample_launches(logits_TV, sampling_params_5T, chosen_2T)
     table_SM = empty(256, _TABLE, dtype=torch.int32)
-    fused["scatter"] = scatter_launch(slot_T, table_SM, table_SM)
+    fused["scatter"] = scatter_launch(slot_T, table_SM, table_SM, table_SM)
     if with_fp8_cache:
         read = LayerCache.allocate(_BLOCKS, _BLOCK, shape.num_kv_heads, shape.head_dim, dtype, _META)
         fused["convert"] = convert_launch(cache, table_SM[0], read, target)
