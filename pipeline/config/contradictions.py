@@ -30,6 +30,8 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
         yield f"task.{key}", f"has no effect with task {job.task.type}; write type: {owner}, or remove it"
     if job.input.has_requests:
         yield from _with_requests(job, written.get("prompt"))
+    if job.input.format == "pdf" and not job.prompt.images:
+        yield "prompt.images", "required by input.format pdf: write images: [page]"
     yield from _check_adapters(job)
     yield from _check_ranks(job)
     if job.server is not None:

@@ -26,7 +26,7 @@ FROM_LINES = (*SOURCES, "fill_null")  # keys of `prompt` that lines replace
 def is_of_requests(raw: object) -> bool:
     """Return whether an unchecked job file reads requests."""
     section = raw.get("input") if isinstance(raw, dict) else None
-    return isinstance(section, dict) and section.get("format") not in (None, "rows")
+    return isinstance(section, dict) and section.get("format") not in (None, "rows", "pdf")
 
 
 def filled(raw: dict[str, Any]) -> dict[str, Any]:

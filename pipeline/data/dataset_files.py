@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import pyarrow as pa
 
@@ -24,10 +24,11 @@ from pipeline.data.columns import (
     times_made_finer,
 )
 from pipeline.data.files.footer import DamagedFile, read_footer
-from pipeline.data.files.formats import JSON_LINES, PARQUET, FileReader, format_of
+from pipeline.data.files.formats import JSON_LINES, PARQUET, FilePlanner, format_of
 from pipeline.data.files.json_lines import JsonLines
 from pipeline.data.files.json_types import JsonTypes
 from pipeline.data.files.partitions import partition_columns
+from pipeline.data.files.pdf_pages import PdfReader
 from pipeline.data.files.scan_cache import scanned
 from pipeline.data.files.source_file import SourceFile
 from pipeline.data.files.text_blocks import scan, whole_rows
@@ -37,6 +38,9 @@ from pipeline.errors import InputError
 
 _FOOTERS_AT_ONCE = 16
 _ADVICE = "leave it out of the new files, or choose a new output.path for all files"
+
+
+InputFormat = Literal["rows", "openai", "pdf"]  # rows of data, requests of a batch API, pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,34 +67,36 @@ class DatasetFiles(Protocol):
         ...
 
 
-def files_of(fs: Any, root: str, names: list[str], keep_bad: bool, of_requests: bool = False) -> DatasetFiles:
+def files_of(fs: Any, root: str, names: list[str], keep_bad: bool, kind: InputFormat = "rows") -> DatasetFiles:
     """Return the reader of the planning metadata of files below `root`, with `names` for messages.
 
-    keep_bad: treat rows of text that are not valid as rows without values. of_requests: whether lines are requests.
-    Raises InputError if the files have two formats.
+    keep_bad: treat rows of text that are not valid as rows without values. Raises InputError if the files have two
+    formats.
     """
+    if kind == "pdf":
+        return _Schemas(fs, root, names, keep_bad, PdfReader())
     first = {format_of(name): name for name in reversed(names)}  # format -> its first file
-    kind = next((kind for kind in first if kind is not PARQUET), PARQUET)
-    if other := next((name for each, name in first.items() if each is not kind), None):
+    own = next((each for each in first if each is not PARQUET), PARQUET)
+    if other := next((name for each, name in first.items() if each is not own), None):
         raise InputError(
-            f"{first[kind]} is {kind.name} by its name, but {other} is not; a job reads one format: select it with a "
-            f"pattern such as input.path: data/*{kind.endings[0]}"
+            f"{first[own]} is {own.name} by its name, but {other} is not; a job reads one format: select it with a "
+            f"pattern such as input.path: data/*{own.endings[0]}"
         )
-    if of_requests and kind is not JSON_LINES:
+    if kind == "openai" and own is not JSON_LINES:
         raise InputError(
             f"{names[0]}: input.format: {FORMAT} requires JSON Lines, which this is not by its name; expected .jsonl, "
             ".jsonl.gz or .jsonl.zst"
         )
-    if of_requests:
+    if kind == "openai":
         return _RequestLines(fs, root, names, keep_bad)
-    files = {PARQUET: _Footers, JSON_LINES: _Lines}.get(kind, _Schemas)
-    return files(fs, root, names, keep_bad, kind.reader)
+    files = {PARQUET: _Footers, JSON_LINES: _Lines}.get(own, _Schemas)
+    return files(fs, root, names, keep_bad, own.reader)
 
 
 class _Schemas:
     """Planning metadata of files with a schema each. Only the distinct schemas are kept, which are few."""
 
-    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FileReader) -> None:
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FilePlanner) -> None:
         self._fs, self._root, self._names, self._keep_bad, self._reader = fs, root, names, keep_bad, reader
         self._lock = threading.Lock()
         self._number: dict[bytes, int] = {}  # number of each distinct schema, by its digest
@@ -125,7 +131,7 @@ class _Schemas:
 class _Footers(_Schemas):
     """Planning metadata of Parquet files. Statistics of their footers show whether times fit a finer unit."""
 
-    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FileReader) -> None:
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FilePlanner) -> None:
         super().__init__(fs, root, names, keep_bad, reader)
         self._files: dict[int, tuple[str, int]] = {}  # file -> (path, size)
 
@@ -185,7 +191,7 @@ class _Footers(_Schemas):
 class _Lines:
     """Planning metadata of JSON Lines. A key that is missing in a line or a file is null there."""
 
-    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FileReader) -> None:
+    def __init__(self, fs: Any, root: str, names: list[str], keep_bad: bool, reader: FilePlanner) -> None:
         self._fs, self._root, self._names, self._keep_bad, self._reader = fs, root, names, keep_bad, reader
         self._types: dict[int, JsonTypes] = {}
 

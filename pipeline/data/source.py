@@ -18,13 +18,15 @@ import numpy as np
 import pyarrow as pa
 
 from pipeline.data.columns import UnifiedColumn, decoded_bytes, did_you_mean, empty_table, plain_array, plain_schema
-from pipeline.data.dataset_files import SkippedFile, dataset_columns, files_of
+from pipeline.data.dataset_files import InputFormat, SkippedFile, dataset_columns, files_of
 from pipeline.data.files.footer import DamagedFile, decoding
 from pipeline.data.files.formats import format_of, of_one_format
 from pipeline.data.files.hub_splits import hub_input
 from pipeline.data.files.json_lines import read_slices as read_lines
 from pipeline.data.files.listing import find_files, has_magic, is_local
 from pipeline.data.files.partitions import partition_array
+from pipeline.data.files.pdf_pages import pdfs_of
+from pipeline.data.files.pdf_pages import read_slices as read_pages
 from pipeline.data.files.source_file import Slice, SourceFile
 from pipeline.data.files.text_blocks import compression_of
 from pipeline.data.requests.input_checks import Requests
@@ -107,6 +109,7 @@ class Source:
     passed_over: tuple[str, ...] = ()  # files of other formats, sorted
     batches: tuple[int, ...] = ()  # indices in `files` at which an appended batch starts
     requests: Requests | None = None  # set if the lines are requests
+    has_pages: bool = False  # rows are pages of PDFs
     unified: Mapping[str, UnifiedColumn] = field(default_factory=dict, repr=False)  # columns stored in several types
 
     @property
@@ -161,7 +164,7 @@ def open_source(
     on_corrupt: OnCorrupt = "fail",
     retries: RetryCounts | None = None,
     is_later: Callable[[str], bool] | None = None,
-    of_requests: bool = False,
+    kind: InputFormat = "rows",
 ) -> Source:
     """Find the files of a path: a file, a folder (recursively) or a glob, local or an fsspec url.
     A url of the Hugging Face Hub is read at one commit, which is in `Source.url`.
@@ -172,7 +175,7 @@ def open_source(
     the whole content of other files.
 
     retries: counts retried requests to a store. is_later: returns whether a file, by its relative path, was appended to
-    an existing output; it must then match the columns of the other files. of_requests: whether the lines are requests.
+    an existing output; it must then match the columns of the other files. kind: what rows are.
     Raises InputError for files that are missing, empty, damaged or in another format; with `on_corrupt` "skip", such
     files are in `Source.skipped`.
     """
@@ -185,11 +188,12 @@ def open_source(
     names = [posixpath.join(shown, relative) for relative, _ in found]
     others: list[tuple[str, int]] = []
     if not listed.is_named:
-        found, others = of_one_format(fs, root, found, f"input.path {shown_url(path)}", names)
+        name = f"input.path {shown_url(path)}"
+        found, others = pdfs_of(found, name) if kind == "pdf" else of_one_format(fs, root, found, name, names)
         names = [posixpath.join(shown, relative) for relative, _ in found]
         if hub is not None and not has_magic(path):
             hub.check_choice([relative for relative, _ in found])
-    dataset = files_of(fs, root, names, on_corrupt == "skip", of_requests)
+    dataset = files_of(fs, root, names, on_corrupt == "skip", kind)
 
     def look(index: int) -> SourceFile | SkippedFile:
         relative, size = found[index]
@@ -230,6 +234,7 @@ def open_source(
         skipped=skipped,
         passed_over=tuple(relative for relative, _ in others),
         requests=dataset.requests(),
+        has_pages=kind == "pdf",
         unified=columns.unified,
     )
 
@@ -416,6 +421,8 @@ def _read_files(
         read_args = (fs, source.base, source.root, file, intact, stored)
         if source.requests is not None:
             found = read_lines(*read_args, source.requests.row)
+        elif source.has_pages:
+            found = read_pages(*read_args)
         else:
             found = format_of(file.relative).reader.read_slices(*read_args)
         reads: dict[int, _Read] = {}

@@ -14,16 +14,28 @@ PATHS: dict[Route, str] = {"chat": "/chat/completions", "completion": "/completi
 
 
 @dataclass(frozen=True)
+class DocumentFolder:
+    """Folder of the PDFs whose pages are the images of all rows. url: the job's input, a path or url. base: the folder
+    on its filesystem."""
+
+    url: str = field(repr=False)
+    base: str
+
+
+@dataclass(frozen=True)
 class ImageOptions:
     """Decoding of images: scaled down to max_pixels, and encoded in `format`, for JPEG with `quality`, by
-    `processes` processes. hosts, roots: names of hosts and prefixes of paths from which rows may read images."""
+    `processes` processes. dpi: resolution of pages. hosts, roots: names of hosts and prefixes of paths from which rows
+    may read images. documents: None if rows are not pages of PDFs."""
 
     max_pixels: int = 1 << 20
     format: Literal["jpeg", "png"] = "jpeg"
     quality: int = 90
+    dpi: int = 150
     processes: int = 2
     hosts: tuple[str, ...] = ()
     roots: tuple[str, ...] = ()
+    documents: DocumentFolder | None = None
 
 
 @dataclass(frozen=True)

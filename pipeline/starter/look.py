@@ -71,7 +71,7 @@ def look(path: str, model: str, log: Callable[[str], None]) -> Look:
     source = open_source(path)
     rows = _first_rows(source)
     if {*OF_LINE} <= {*source.schema.names}:
-        source = open_source(path, of_requests=True)
+        source = open_source(path, kind="openai")
         rows = _first_rows(source)
     requests = source.requests
     prompt, kind = (PROMPT_COLUMN[requests.endpoint], "requests") if requests else _prompt_of(source, rows)

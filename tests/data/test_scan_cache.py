@@ -53,8 +53,8 @@ def test_a_file_is_scanned_once_and_gives_the_same_source(tmp_path, scans, endin
 
 def test_requests_are_scanned_once_apart_from_rows(tmp_path, scans):
     path = old(put(tmp_path, "a.jsonl", [named(n, user=BODY) for n in range(3)]), "a.jsonl")
-    first = open_source(path, of_requests=True)
-    assert open_source(path, of_requests=True) == first
+    first = open_source(path, kind="openai")
+    assert open_source(path, kind="openai") == first
     assert first.requests is not None
     assert open_source(path).requests is None
     assert len(scans) == 2

@@ -24,10 +24,11 @@ class InputSection(ConfigSection):
             "${DATA:-data}/in",
         ],
     )
-    format: Literal["rows", "openai"] = Field(
+    format: Literal["rows", "openai", "pdf"] = Field(
         default="rows",
         description="rows: columns, used by prompt and sampling. openai: lines of OpenAI's Batch API with their own "
-        "prompt and sampling, for /v1/chat/completions, /v1/completions or, with task: embed, /v1/embeddings.",
+        "prompt and sampling, for /v1/chat/completions, /v1/completions or, with task: embed, /v1/embeddings. pdf: "
+        "pages of .pdf files, with the columns page, an image for prompt.images, and source_page, its number from 1.",
         examples=["openai"],
         json_schema_extra=IDENTITY,
     )

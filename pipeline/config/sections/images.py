@@ -11,7 +11,7 @@ from pipeline.stores.filesystem import is_url
 
 
 class ImagesSection(ConfigSection):
-    """Decoding of images for a server."""
+    """Decoding of images, and rendering of pages, for a server."""
 
     max_pixels: int = Field(
         default=ImageOptions.max_pixels,
@@ -33,6 +33,14 @@ class ImagesSection(ConfigSection):
         le=95,
         description="Quality of JPEG images.",
         examples=[95],
+        json_schema_extra=IDENTITY,
+    )
+    dpi: int = Field(
+        default=ImageOptions.dpi,
+        ge=1,
+        le=1200,
+        description="Resolution at which pages of PDFs are rendered; lower where max_pixels requires it.",
+        examples=[200],
         json_schema_extra=IDENTITY,
     )
     processes: int = Field(

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from pipeline.data.files import arrow_batches, csv_rows, json_lines, parquet_file
 from pipeline.data.files.footer import DamagedFile, begins_like_parquet, reading
+from pipeline.data.files.pdf_pages import ENDING as PDF
 from pipeline.data.files.source_file import Slice, SliceRead, SourceFile
 from pipeline.data.files.text_blocks import COMPRESSED, uncompressed
 from pipeline.errors import InputError
@@ -29,14 +30,18 @@ _MAX_SHOWN = 6  # extensions in one message
 Files = list[tuple[str, int]]
 
 
-class FileReader(Protocol):
-    """Module that reads a format."""
+class FilePlanner(Protocol):
+    """Module or object that reads the planning metadata of a format."""
 
     def plan(self, fs: Any, path: str, relative: str, size: int, name: str, keep_bad: bool) -> tuple[SourceFile, Any]:
         """Return the planning metadata and the columns of the file `path`, of `size` bytes. name: for messages.
         keep_bad: whether rows that are not valid are rows without values. The columns are a `pa.Schema`, except for
         JSON Lines, whose `JsonTypes` are merged over all files. Raises DamagedFile."""
         ...
+
+
+class FileReader(FilePlanner, Protocol):
+    """Module that reads a format."""
 
     def read_slices(
         self, fs: Any, root: str, shown: str, file: SourceFile, slices: list[Slice], schema: pa.Schema
@@ -104,6 +109,8 @@ def of_one_format(fs: Any, root: str, found: Files, name: str, shown: Sequence[s
         raise InputError(
             f"{name}: contains no {NAMES}; found {_counted([r for r, _ in found])}; expected "
             f"{', '.join(ending for known in FORMATS for ending in known.endings)}; text files also with .gz or .zst"
+            + "; for the pages of PDFs set input.format: pdf"
+            * any(file.lower().endswith(PDF) for file, _ in found)
         )
     sure = {kind for file, kind in data if kind is PARQUET or (kind is JSON_LINES and not _is_json(file))}
     wanted = sure or {kind for _, kind in data} or {JSON_LINES}  # notes alone

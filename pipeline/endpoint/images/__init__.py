@@ -1,10 +1,11 @@
 """Images of requests: decoded, scaled down and encoded by processes of their own, ahead of the window of requests.
 
-`pool.py` sends a process (`decode.py`) each file after its length, and receives whether it is an image, the length of
-the image or of the reason, and these.
+`pool.py` sends a process (`decode.py`) each file after its length and WHOLE, or the path of a PDF with a page of it. It
+receives whether there is an image, the length of the image or of the reason, and these.
 """
 
 import struct
 
-LENGTH = struct.Struct(">Q")
+REQUEST = struct.Struct(">qQ")
+WHOLE = -1  # instead of a page, from 0
 REPLY = struct.Struct(">?Q")

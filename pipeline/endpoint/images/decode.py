@@ -1,21 +1,28 @@
-"""Process that decodes images: `python -m pipeline.endpoint.images.decode MAX_PIXELS FORMAT QUALITY`.
+"""Process that decodes images and renders pages.
 
-It reads files from standard input and writes the images to send to standard output, each after its length. It ends with
-its input, so a dead parent leaves no process behind. A file that crashes a decoder ends only this process.
+    python -m pipeline.endpoint.images.decode MAX_PIXELS FORMAT QUALITY DPI
+
+It reads files or paths from standard input and writes the images to send to standard output, each after its length. It
+ends with its input, so a dead parent leaves no process behind. A file that crashes a decoder ends only this process.
 """
 
+import ctypes
 import io
+import os
 import resource
 import sys
 import warnings
-from typing import BinaryIO
+from contextlib import closing, suppress
+from math import ceil
+from typing import Any, BinaryIO
 
 from PIL import ExifTags, Image, ImageOps
 
-from pipeline.endpoint.images import LENGTH, REPLY
+from pipeline.endpoint.images import REPLY, REQUEST, WHOLE
 
 MAX_SOURCE_PIXELS = 128 << 20  # of a file; more are refused before they are decoded
 MAX_MEMORY_BYTES = 8 << 30
+MAX_DOCUMENT_BYTES = 64 << 20  # that an open document may keep
 # Pillow's other formats call programs (EPS) or read no pictures of the web.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "ICO")
 
@@ -69,9 +76,7 @@ def _converted(image: Image.Image, raw: bytes, max_pixels: int, kind: str, quali
         width, height = max(1, int(found.width * scale)), max(1, int(found.height * scale))
         width = min(width, max_pixels // height)  # if the height was rounded up
         found = found.resize((width, min(height, max_pixels // width)), Image.Resampling.BICUBIC, reducing_gap=2.0)
-    out = io.BytesIO()
-    found.save(out, kind, **({"quality": quality} if kind == "JPEG" else {}))
-    return out.getvalue()
+    return _encoded(found, kind, quality)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -85,6 +90,64 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+class Pages:
+    """Pages of PDFs. The last document stays open until it has grown: PDFium keeps what it has read."""
+
+    def __init__(self, max_pixels: int, kind: str, quality: int, dpi: int) -> None:
+        self._max_pixels, self._kind, self._quality, self._dpi = max_pixels, kind.upper(), quality, dpi
+        self._path = ""
+        self._document: Any = None
+        self._resident_bytes = 0  # when it was opened
+
+    def image(self, path: str, page: int) -> bytes:
+        """Return a page as an image of at most max_pixels, encoded. Raises NoImage."""
+        from pipeline.data.files.pdf_document import NoDocument, load_page, open_document
+
+        try:
+            if path != self._path or _resident_bytes() > self._resident_bytes + MAX_DOCUMENT_BYTES:
+                self._close()
+                self._resident_bytes = _resident_bytes()
+            if self._document is None:
+                self._document, self._path = open_document(path), path
+            with closing(load_page(self._document, page)) as loaded:
+                scale = self._scale(*loaded.get_size())
+                bitmap = loaded.render(scale=scale, rev_byteorder=True)  # type: ignore[arg-type]
+                with closing(bitmap):
+                    return _encoded(bitmap.to_pil().convert("RGB"), self._kind, self._quality)
+        except NoDocument as error:
+            raise NoImage(str(error)) from None
+        except MemoryError:
+            raise NoImage("the page needs too much memory") from None
+        except Exception as error:  # PDFium's and Pillow's
+            raise NoImage(f"page {page + 1} cannot be rendered: {error}") from None
+
+    def _scale(self, width: float, height: float) -> float:
+        """Return pixels per point, of 1/72 inch."""
+        scale = min(self._dpi / 72, (self._max_pixels / (width * height)) ** 0.5)
+        while ceil(width * scale) * ceil(height * scale) > self._max_pixels:
+            scale *= 0.99
+        return scale
+
+    def _close(self) -> None:
+        document, self._document = self._document, None
+        if document is not None:
+            with suppress(Exception):
+                document.close()
+            with suppress(AttributeError):  # not in every C library
+                ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[1]) * resource.getpagesize()
+
+
+def _encoded(image: Image.Image, kind: str, quality: int) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **({"quality": quality} if kind == "JPEG" else {}))
+    return out.getvalue()
+
+
 def _read(file: BinaryIO, length: int) -> bytes:
     data = file.read(length)
     if len(data) < length:
@@ -92,13 +155,18 @@ def _read(file: BinaryIO, length: int) -> bytes:
     return data
 
 
-def main(max_pixels: int, kind: str, quality: int) -> None:
+def main(max_pixels: int, kind: str, quality: int, dpi: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     source, target = sys.stdin.buffer, sys.stdout.buffer
+    pages = Pages(max_pixels, kind, quality, dpi)
     while True:
-        raw = _read(source, *LENGTH.unpack(_read(source, LENGTH.size)))
+        page, length = REQUEST.unpack(_read(source, REQUEST.size))
+        raw = _read(source, length)
         try:
-            reply, is_image = converted(raw, max_pixels, kind, quality), True
+            reply, is_image = (
+                (converted(raw, max_pixels, kind, quality) if page == WHOLE else pages.image(os.fsdecode(raw), page)),
+                True,
+            )
         except NoImage as reason:
             reply, is_image = str(reason)[:500].encode(), False
         target.write(REPLY.pack(is_image, len(reply)) + reply)
@@ -106,4 +174,4 @@ def main(max_pixels: int, kind: str, quality: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

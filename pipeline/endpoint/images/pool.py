@@ -3,17 +3,20 @@
 import asyncio
 import base64
 import contextlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from pipeline.data.files.pdf_pages import page_of
 from pipeline.data.messages import IMAGE_REFERENCE
 from pipeline.data.prompts import MAX_BYTES
-from pipeline.endpoint.images import LENGTH, REPLY
+from pipeline.endpoint.images import REPLY, REQUEST, WHOLE
+from pipeline.endpoint.images.documents import Documents
 from pipeline.endpoint.images.fetch import ImageFetcher, NotAllowed, Unavailable
 from pipeline.endpoint.spec import ImageOptions
-from pipeline.errors import EngineUnusable, RowError
+from pipeline.errors import EngineUnusable, PipelineError, RowError
 from pipeline.machine.interpreter import child_environment
 
 DECODE_TIMEOUT_S = 60.0
@@ -34,6 +37,7 @@ class ImagePool:
     def __init__(self, options: ImageOptions, storage: Mapping[str, Mapping[str, Any]]) -> None:
         """storage: as in `ImageFetcher`."""
         self._options, self._fetcher = options, ImageFetcher(options, storage)
+        self._documents = options.documents and Documents(options.documents, storage)
         self._free = asyncio.Semaphore(options.processes)
         self._idle: list[asyncio.subprocess.Process] = []
 
@@ -56,11 +60,15 @@ class ImagePool:
     async def close(self) -> None:
         """End the idle processes. The others end with the tasks that wait for them."""
         await self._fetcher.close()
+        if self._documents is not None:
+            self._documents.close()
         for process in self._idle:
             await _end(process)
         self._idle.clear()
 
     async def _encoded(self, image: bytes | str) -> bytes:
+        if isinstance(image, str) and self._documents is not None:
+            return await self._page(image, self._documents)
         if isinstance(image, str):
             try:
                 image = await self._fetcher.read(image)
@@ -68,12 +76,25 @@ class ImagePool:
                 raise ImageRefused(str(error), RowError.IMAGE_NOT_ALLOWED) from None
             except Unavailable as error:
                 raise ImageRefused(str(error), RowError.IMAGE_UNAVAILABLE) from None
+        return await self._converted(WHOLE, image)
+
+    async def _page(self, name: str, documents: Documents) -> bytes:
+        file, page = page_of(name)
+        try:
+            async with documents.local(file) as path:
+                return await self._converted(page, os.fsencode(path))
+        except PipelineError as error:
+            raise ImageRefused(str(error), RowError.IMAGE_UNAVAILABLE) from None
+
+    async def _converted(self, page: int, content: bytes) -> bytes:
+        """Return the image of a file's content, or of a page of a PDF, whose path is the content. Raises
+        ImageRefused."""
         async with self._free:
             for number in range(1, TRIES + 1):
                 process = self._idle.pop() if self._idle else await self._start()
                 try:
                     async with asyncio.timeout(DECODE_TIMEOUT_S):
-                        is_image, reply = await _exchange(process, image)
+                        is_image, reply = await _exchange(process, page, content)
                 except TimeoutError:
                     await _end(process)
                     raise ImageRefused(f"not decoded within {DECODE_TIMEOUT_S:g} s") from None
@@ -97,16 +118,16 @@ class ImagePool:
         given = self._options
         command = [sys.executable, "-m", "pipeline.endpoint.images.decode"]
         return await asyncio.create_subprocess_exec(
-            *command, str(given.max_pixels), given.format, str(given.quality),
+            *command, str(given.max_pixels), given.format, str(given.quality), str(given.dpi),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=child_environment(),
         )  # fmt: skip
 
 
-async def _exchange(process: asyncio.subprocess.Process, image: bytes) -> tuple[bool, bytes]:
+async def _exchange(process: asyncio.subprocess.Process, page: int, content: bytes) -> tuple[bool, bytes]:
     assert process.stdin is not None
     assert process.stdout is not None
-    process.stdin.write(LENGTH.pack(len(image)))
-    process.stdin.write(image)
+    process.stdin.write(REQUEST.pack(page, len(content)))
+    process.stdin.write(content)
     await process.stdin.drain()
     is_image, length = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
     return is_image, await process.stdout.readexactly(length)

@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 
 from pipeline.config import JobConfig
-from pipeline.endpoint.spec import EndpointConfig
+from pipeline.endpoint.spec import DocumentFolder, EndpointConfig
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.batch_limits import max_default_seqs
 from pipeline.job.actor.work_spec import Backend, WorkSpec
@@ -40,7 +40,9 @@ def flow_spec(
     if isinstance(engine, EndpointConfig):
         prices = config.cost.prices
         has_budget = bool(prices.usd_per_million) and config.cost.budget_usd is not None
-        engine = replace(engine, prices=prices, has_budget=has_budget)
+        documents = DocumentFolder(plan.source.url, plan.source.base) if plan.source.has_pages else None
+        images = replace(engine.images, documents=documents)
+        engine = replace(engine, prices=prices, has_budget=has_budget, images=images)
     work = WorkSpec(
         job=job,
         backend=backend,

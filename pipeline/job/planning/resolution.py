@@ -200,7 +200,7 @@ class Resolution:
             given.on_corrupt,
             self._retries,
             batches.is_later,
-            given.has_requests,
+            given.format,
         )
         self.source, self.batches = batches.arranged(source)
         self.table = self.source

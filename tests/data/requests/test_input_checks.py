@@ -23,7 +23,7 @@ def put(folder, name: str, lines: list) -> str:
 
 
 def opened(path: str, **options):
-    return open_source(path, of_requests=True, **options)
+    return open_source(path, kind="openai", **options)
 
 
 def named(i, make=chat, **body) -> dict:
