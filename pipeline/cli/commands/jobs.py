@@ -272,13 +272,21 @@ def status(target: str, vars: tuple[str, ...], watch: bool, as_json: bool) -> No
               help="New folder, or an fsspec url.")  # fmt: skip
 @click.option("--order", type=click.Choice(["parts", "input"]), default="parts", show_default=True,
               help="input: sort rows by (source_file, source_row).")  # fmt: skip
+@click.option("--by", type=click.Choice(["source_file"]),
+              help="Write one row for each input file, with the texts of its rows joined in order.")  # fmt: skip
 @click.option(
     "--target-size", default="256MB", show_default=True, metavar="SIZE", help="Approximate size of each file."
 )
 @json_flag
 @handle_errors
 def compact(
-    target: str, vars: tuple[str, ...], output: str, order: Literal["parts", "input"], target_size: str, as_json: bool
+    target: str,
+    vars: tuple[str, ...],
+    output: str,
+    order: Literal["parts", "input"],
+    by: Literal["source_file"] | None,
+    target_size: str,
+    as_json: bool,
 ) -> None:
     """Merge the parts of a finished job into a few large files in a new folder.
 
@@ -286,6 +294,7 @@ def compact(
     Examples:
       pipeline compact out/summarize --output out/summaries
       pipeline compact my.yaml --output s3://bucket/labels --order input --target-size 1GB
+      pipeline compact out/ocr --output out/documents --by source_file
 
     The job's output stays unchanged, and no file is replaced. Rows are counted against the job's _SUCCESS; the new
     folder gets its own when all rows are written. After an interruption the same command resumes. Options of an
@@ -302,7 +311,9 @@ def compact(
     if size is None or not 0 < size <= MAX_FILE_BYTES:
         raise ConfigError(f"--target-size {target_size}: expected a size of at most 4 GiB, such as 256MB")
     storage = storage_for(output, output_of(target, vars)[1])
-    done = merge(open_output(target, vars), PartStore(output, storage, option="--output"), order, size, print_message)
+    done = merge(
+        open_output(target, vars), PartStore(output, storage, option="--output"), by or order, size, print_message
+    )
     print_answer(done, as_json)
 
 

@@ -1,9 +1,11 @@
-"""`pipeline compact`: merge the small parts of a finished job into a few large files, optionally in input order.
+"""`pipeline compact`: merge the small parts of a finished job into a few large files, optionally in input order, or
+with a row for each input file.
 
 The plan (number of files, rows per file) depends only on the parts and is written to the new folder first. The rows of
 each file are thus known in advance, files are created exclusively, and the same command resumes an interrupted call.
 Files are never replaced, the job's output is only read, and `_SUCCESS` is written last, after counting. The plan and
-the file names count input rows; samples that are rows stay with their input row.
+the file names count input rows; samples that are rows stay with their input row. A file with joined rows holds the
+documents that begin in its rows.
 
 Windows do not overlap and follow the input, so sorting each window gives the input order. Memory holds one decoded
 window and one encoded file.
@@ -23,6 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from pipeline.data.output.documents import document_schema, joined, whole_documents
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
 from pipeline.data.output.result_columns import is_first_sample, result_column, row_ids_of, sample_indices
@@ -30,7 +33,10 @@ from pipeline.data.output.retried import RetriedRows, RowId
 from pipeline.errors import OutputError
 from pipeline.formatting import counted
 
-Order = Literal["parts", "input"]
+Order = Literal["parts", "input", "source_file"]  # the last: joined by it
+
+_OPTIONS = {"parts": "--order parts", "input": "--order input", "source_file": "--by source_file"}
+_ORDERS = {"parts": "in the order of the parts", "input": "in input order", "source_file": "joined by source_file"}
 
 PLAN = "_pipeline/compact.json"
 FORMAT = 1
@@ -63,7 +69,8 @@ class FilePlan:
 
     def name(self, file: int) -> str:
         start, stop = self.bounds(file)
-        return f"data-{self.fingerprint[:8]}-{file:05d}of{self.num_files:05d}-n{stop - start}.parquet"
+        num_rows = "" if self.order == "source_file" else f"-n{stop - start}"
+        return f"data-{self.fingerprint[:8]}-{file:05d}of{self.num_files:05d}{num_rows}.parquet"
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class Compacted:
             return f"{self.path}: already complete: {counts} in {files}"
         found = self.files - self.files_made
         earlier = f", {found:,} of them from an earlier call" if found else ""
-        order = "in input order" if self.order == "input" else "in the order of the parts"
+        order = _ORDERS[self.order]
         return f"{self.path}: {counts} in {files}{earlier}, {order}"
 
 
@@ -228,7 +235,7 @@ def _claim(
     if (plan.format, plan.fingerprint, plan.source, plan.order, plan.target_bytes) != wanted:
         same_job = plan.fingerprint == fingerprint and plan.source == digest
         problem = (
-            f"was started with --order {plan.order} --target-size {plan.target_bytes}; pass the same, or"
+            f"was started with {_OPTIONS[plan.order]} --target-size {plan.target_bytes}; pass the same, or"
             if same_job
             else f"was started from another state of {source.path} or from another job;"
         )
@@ -252,14 +259,24 @@ def _file(source: PartStore, windows: list[_WindowParts], plan: FilePlan, file: 
     first = source.read_part(windows[0].parts[0])
     sink = pa.BufferOutputStream()
     notes, retried, retried_ids = RetriedRows().in_notes(first.metadata), RetriedRows(), set[RowId]()
-    schema = first.table.schema.with_metadata(notes)
+    is_joined = plan.order == "source_file"
+    schema = (document_schema(first.table.schema) if is_joined else first.table.schema).with_metadata(notes)
+    start, stop = plan.bounds(file)
     totals = PartTotals()
     with pq.ParquetWriter(sink, schema, compression="zstd", write_page_checksum=True) as writer:
         held: list[pa.Table] = []
-        for table in _rows(source, windows, plan.order, *plan.bounds(file), retried):
-            totals += PartTotals.of_table(table)
-            if retried.row_ids:
-                retried_ids |= retried.row_ids.intersection(row_ids_of(table))
+
+        def counted_rows(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+            nonlocal totals, retried_ids
+            for table in tables:
+                totals += PartTotals.of_table(table)
+                if retried.row_ids:
+                    retried_ids |= retried.row_ids.intersection(row_ids_of(table))
+                yield table
+
+        rows = _rows(source, windows, plan.order, start, plan.rows if is_joined else stop, retried)
+        counted = counted_rows(whole_documents(rows, stop - start) if is_joined else rows)
+        for table in joined(counted, schema) if is_joined else counted:
             held.append(table)
             if sum(t.nbytes for t in held) >= _GROUP_BYTES or sum(t.num_rows for t in held) >= _GROUP_ROWS:
                 _write_group(source, writer, held)
@@ -297,7 +314,7 @@ def _rows(
         tables = [part.table for part in parts]
         del parts
         whole = _concatenated(source, tables)
-        if order == "input":
+        if order != "parts":
             whole = _in_order(whole)
         # offsets of the input rows in the table
         edges = [*np.flatnonzero(is_first_sample(whole).to_numpy()).tolist(), whole.num_rows]
@@ -334,7 +351,7 @@ def _compare(source: PartStore, target: PartStore, plan: FilePlan, counts: dict[
         with target.folder.open(name) as file:
             footer = pq.read_metadata(file)
         held = PartTotals.from_json((footer.metadata or {})[UNIT_KEY])
-        if (footer.num_rows, held.rows) != (held.output_rows, stop - start):
+        if plan.order != "source_file" and (footer.num_rows, held.rows) != (held.output_rows, stop - start):
             raise OutputError(
                 f"{target.folder.shown(name)}: holds {held.rows} input rows, expected {stop - start} by its name; "
                 "remove it and compact again"

@@ -104,6 +104,39 @@ def test_in_the_order_of_the_parts_and_in_one_file(stores):
     assert found.sort_by("id").equals(expected)
 
 
+@pytest.mark.parametrize("size", [300, 20_000, 10**9])
+def test_texts_of_a_file_are_joined_in_order(stores, size):
+    source, target = stores
+    rows = finish_job(source, windows=7).to_pylist()
+    done = run(source, target, "source_file", size)
+    found = merged(target).to_pylist()
+    assert [row["source_file"] for row in found] == [f"f{i}.parquet" for i in range(6)]
+    for row in found:
+        own = [each for each in rows if each["source_file"] == row["source_file"]]
+        assert row["generated_text"] == "\n\n".join(each["generated_text"] for each in own if each["generated_text"])
+        assert row["num_rows"] == len(own)
+        assert row["error_rows"] == [each["line"] for each in own if each["error"]]
+    assert (done.rows, done.files) == (210, len([n for n in target.folder.names("") if n.startswith("data-")]))
+    assert size > 300 or done.files > 6, "some files hold no document"
+    assert run(source, target, "source_file", size).files_made == 0
+    with pytest.raises(OutputError, match="was started with --by source_file"):
+        run(source, target, "input", size)
+
+
+def test_only_single_texts_are_joined(stores):
+    source, target = stores
+    finish_job(source)
+    for name in source.folder.names(""):
+        if (part := PartName.parse(name)) is not None:
+            table = source.read_part(part).table
+            source.folder.replace(name, b"")
+            sink = pa.BufferOutputStream()
+            pq.write_table(table.drop_columns("generated_text"), sink)
+            source.folder.replace(name, sink.getvalue().to_pybytes())
+    with pytest.raises(OutputError, match="needs one completion for each"):
+        run(source, target, "source_file")
+
+
 @pytest.mark.parametrize("failing", [0, 1, 3])
 def test_an_interrupted_call_is_resumed(stores, failing, monkeypatch):
     source, target = stores
