@@ -103,6 +103,9 @@ def _with_requests(job: JobKeys, prompt: object) -> Iterator[Contradiction]:
         for name, value in job.sampling:
             if isinstance(value, FromColumn):
                 yield f"sampling.{name}", f"{lines} set their own values; write one value for lines that set none"
+    for key, condition in (("input.when", job.input.when), ("output.accept", job.output.accept)):
+        if condition is not None:
+            yield key, f"{lines} are requests, each of which needs its answer; remove it"
     if CUSTOM_ID not in (job.input.columns or ()):
         yield "input.columns", f"must include {CUSTOM_ID}, which identifies each answer"
 

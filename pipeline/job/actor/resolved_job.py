@@ -164,6 +164,7 @@ def result_shape(
         reasoning=sampling.reasoning is not None,
         tool_calls=config.server is not None and config.server.config().has_tools,
         task_fields=task_fields,
+        dropped_by=config.input.when is not None or config.output.accept is not None,
     )
 
 
@@ -182,5 +183,6 @@ def unit_spec(
         default_n=params.n,
         texts=texts,
         adapters=row_adapters(config.model),
+        when=config.input.condition,
         max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # most full windows fit in one stretch
     )

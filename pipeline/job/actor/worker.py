@@ -73,6 +73,7 @@ class Worker:
             kept_types=spec.kept_types,
             limits=spec.retried_limits,
             task=spec.job.task,
+            accept=config.output.condition,
         )
 
     def process(self, data: bytes) -> UnitSummary | None:

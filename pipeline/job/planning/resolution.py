@@ -22,9 +22,10 @@ from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.sampling import SamplingSection
 from pipeline.config.sections.task import TaskSection
 from pipeline.data.columns import is_list, is_text
+from pipeline.data.conditions import Condition
 from pipeline.data.files.listing import would_find
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import ResultShape, output_schema
+from pipeline.data.output.result_columns import ResultShape, output_schema, without_dropped_by
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
@@ -242,15 +243,18 @@ class Resolution:
         """Check that every column that the job names exists in each file and has a suitable type."""
         table, options = self.table, sampling_columns(self.config)
         given, quality = self.config.input.columns, self.config.quality.column
-        images = self.prompt.images
-        kept = tuple(name for name in table.every_column if name not in images) if given is None else tuple(given)
-        reads: list[tuple[str, PromptSpec | RowTexts]] = []
+        images, all_columns = self.prompt.images, table.every_column
+        kept = tuple(name for name in all_columns if name not in images) if given is None else tuple(given)
+        reads: list[tuple[str, PromptSpec | RowTexts | Condition]] = []
         if self.knows("spec"):
             reads.append((self._prompt_key, self.spec))
         if self.knows("texts") and self.texts is not None:
             reads.append((self.texts.key, self.texts))
+        if (when := self.config.input.condition) is not None:
+            reads.append((when.key, when))
         named = [("input.columns", name) for name in given or ()]
-        named += [(key, name) for key, each in reads for name in each.columns]
+        # a condition reports a column that no file has, with its place in the text
+        named += [(k, name) for k, each in reads for name in each.columns if each is not when or name in all_columns]
         named += [(f"sampling.{option}", name) for option, name in options.items()]
         adapter = self.config.model.adapter
         if isinstance(adapter, FromColumn):
@@ -403,6 +407,10 @@ class Resolution:
     def output_columns(self) -> None:
         fields = [self.source.kept.field(name) for name in self.kept]
         self.schema = output_schema(pa.schema(fields), self.config.output.rename, self.results)
+        accept = self.config.output.condition
+        if accept is not None and self.knows("task"):  # else columns of the task are missing
+            with _with_key(accept.key):
+                accept.check(without_dropped_by(self.schema))
 
 
 @dataclass(frozen=True)
