@@ -15,8 +15,7 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def test_the_format_is_in_the_jobs_identity(batch):
-    expected = {"columns": ["custom_id"], "limit": None, "format": "openai", "when": None}
-    assert identity_of(batch.config())["input"] == expected
+    assert identity_of(batch.config())["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai"}
 
 
 def test_defaults_for_lines_without_values(batch):
