@@ -14,6 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.checkpoints.adapters import EMBEDDED_ADAPTERS
 from pipeline.checkpoints.locate import EMBEDDED_MODELS
+from pipeline.data.conditions import Condition
+from pipeline.errors import ConfigError
 
 MAX_ACTORS = 100_000
 _SWITCH = {"on": True, "yes": True, "off": False, "no": False}
@@ -159,6 +161,14 @@ def _embedded_adapter_exists(path: str) -> str:
     return path
 
 
+def _condition(text: str) -> str:
+    try:
+        Condition.parse(text, "condition")
+    except ConfigError as error:
+        raise ValueError(error.problem("condition")) from None
+    return text
+
+
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if names.count(name) > 1:
@@ -211,6 +221,7 @@ Columns = Annotated[
     tuple[Column, ...], BeforeValidator(_listed), AfterValidator(_distinct), WithJsonSchema(_COLUMNS_SCHEMA)
 ]
 Text = Annotated[str, Field(min_length=1)]
+ConditionText = Annotated[str, AfterValidator(_condition)]  # in the language of `Condition`
 Texts = Annotated[
     tuple[str, ...],
     BeforeValidator(_listed, json_schema_input_type=Text | list[Text]),

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from pipeline.data.bucket import cut_units, estimate_tokens
+from pipeline.data.conditions import Condition
 from pipeline.data.prompts import PromptSpec, Rendered, render
 from pipeline.data.row_adapters import RowAdapters
 from pipeline.data.row_checksum import row_mixes, rows_checksum, sum_of
@@ -41,8 +43,8 @@ OWN_FIELDS = (
     pa.field("_expected", pa.string()),  # expected answer, or null
     pa.field("_texts", pa.string()),  # from `RowTexts`, or null
     pa.field("_adapter", pa.string()),  # from `RowAdapters`, or null
+    pa.field("_dropped", pa.bool_()),  # `UnitSpec.when` does not hold: the row is not computed
     pa.field("_images", pa.list_(_IMAGE)),  # images to which the parts of messages refer, in their order, or null
-    pa.field("_inputs", pa.null()),  # with steps a struct of the input columns that they read
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
 CUT_VERSION = 1  # raise it when a change of the code cuts the same input into other units
@@ -51,6 +53,7 @@ MAX_STRETCH_BYTES = 1 << 30  # an Arrow string column holds at most 2 GiB
 # Approximate tokens of an image, for the size of a unit. A unit has at most some megabytes of images.
 IMAGE_TOKENS = 1500
 IMAGE_BYTES_PER_TOKEN = 64
+_DROPPED = "dropped"  # replaces the error of a row that is not computed
 MAX_BUDGET = 1 << 20  # limit of a row's max_tokens when estimating the size of a unit
 
 
@@ -68,9 +71,8 @@ class UnitSpec:
     default_n: int = 1  # samples per row
     texts: RowTexts | None = None  # texts of rows besides their prompts
     adapters: RowAdapters | None = None
+    when: Condition | None = None  # of the rows to compute
     max_bytes: int = MAX_STRETCH_BYTES  # limit of a stretch's values, and of its prompts
-    step_columns: tuple[str, ...] = ()  # input columns that later steps read
-    step_tokens: int = 0  # max new tokens of a row's later steps
 
     def of_input(self, columns: Iterable[str]) -> "UnitSpec":
         """Return a copy for an input with these columns."""
@@ -83,9 +85,8 @@ class UnitSpec:
         expected = [] if self.expected is None else [self.expected]
         texts = () if self.texts is None else self.texts.columns
         adapter = [] if self.adapters is None or self.adapters.column is None else [self.adapters.column]
-        sampling = self.sampling_columns.values()
-        read = [*self.prompt.columns, *sampling, *expected, *texts, *adapter, *self.step_columns]
-        return tuple(dict.fromkeys([*self.kept, *read]))
+        sampling, when = self.sampling_columns.values(), () if self.when is None else self.when.columns
+        return tuple(dict.fromkeys([*self.kept, *self.prompt.columns, *sampling, *expected, *texts, *adapter, *when]))
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,10 @@ class Unit:
     def rows_checksum(self) -> int:
         """Return the checksum of the unit's rows."""
         return rows_checksum(self.own("source_file"), self.own("source_row"))
+
+    def dropped(self) -> list[int]:
+        """Return the indices of the rows that are not computed."""
+        return pc.call_function("indices_nonzero", [self.own("_dropped")]).to_pylist()
 
     def of_rows(self, rows: Sequence[int]) -> "Unit":
         """Return a unit with the same window and index, restricted to these rows."""
@@ -152,7 +157,15 @@ class _RenderedStretch:
     damaged: tuple[DamagedGroup, ...] = ()
 
     def row_mixes(self) -> np.ndarray:
-        return row_mixes(*(self.table.column(self.table.num_columns - len(OWN_FIELDS) + i) for i in range(2)))
+        return row_mixes(*(self._own(i) for i in range(2)))
+
+    def num_computed(self) -> list[int]:
+        """Return the number of rows of each unit that are not dropped."""
+        dropped = self._own(_OWN_NAMES.index("_dropped")).to_numpy()
+        return [len(rows) - int(dropped[rows].sum()) for rows in self.units]
+
+    def _own(self, index: int) -> pa.ChunkedArray:
+        return self.table.column(self.table.num_columns - len(OWN_FIELDS) + index)
 
 
 class Units:
@@ -171,12 +184,14 @@ class Units:
     ) -> None:
         self._window, self._stretches = window, stretches
         self._rows: list[int] = []  # number of rows, by unit
+        self._computed: list[int] = []  # those of them that are not dropped
         self._checksums: list[int] = []
         self._only: _RenderedStretch | None = None
         damaged: dict[tuple[str, int], DamagedGroup] = {}
         for stretch in stretches(known):
             mixes = stretch.row_mixes()
             self._rows += [len(rows) for rows in stretch.units]
+            self._computed += stretch.num_computed()
             self._checksums += [sum_of(mixes[rows]) for rows in stretch.units]
             damaged |= {(group.file, group.row_group): group for group in stretch.damaged}
             if stretch.table.num_rows == num_rows:
@@ -190,6 +205,10 @@ class Units:
 
     def num_rows_of(self, index: int) -> int:
         return self._rows[index]
+
+    def num_computed_of(self, index: int) -> int:
+        """Return the number of a unit's rows that are not dropped."""
+        return self._computed[index]
 
     def checksum_of(self, index: int) -> int:
         """Return the checksum of a unit's rows."""
@@ -236,13 +255,6 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
     return Units(window, table.num_rows, lambda _: _stretches_of(table, spec))
 
 
-def one_unit(table: pa.Table, spec: UnitSpec) -> Unit:
-    """Return all rows of a table as one unit, in their order. The last two columns are `source_file` and
-    `source_row`."""
-    rendered = render(table.select(list(range(table.num_columns - 2))), spec.prompt)
-    return Unit(0, 0, 1, _make_stretch(table, rendered, spec).table)
-
-
 def _stretches_of(table: pa.Table, spec: UnitSpec) -> Iterator[_RenderedStretch]:
     """Split a table into stretches whose prompts have at most `spec.max_bytes`, or one row."""
     notes = table.schema.metadata or {}
@@ -264,11 +276,11 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
     # by position: the last two columns are from read_stretches, and input columns may have the same names
     inputs = table.select(list(range(table.num_columns - 2)))
     errors, messages = rendered.errors, rendered.messages
+    dropped = _drop(inputs, spec.when, rendered)
     params = _row_params(inputs, spec.sampling_columns, errors, messages)
     texts = [None] * table.num_rows if spec.texts is None else spec.texts.read(inputs, errors, messages)
     adapters = _adapters(inputs, spec.adapters, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
-    budgets += np.array([0 if error else spec.step_tokens for error in errors], dtype=np.int64)
     budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
     budgets += np.array([sum(map(_image_tokens, images)) for images in rendered.images], dtype=np.int64)
     encoded = _encoded(rendered.prompts, errors)
@@ -277,30 +289,30 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
         table.column(table.num_columns - 2),
         table.column(table.num_columns - 1),
         pa.array(encoded, pa.string()),
-        pa.array(errors, pa.string()),
+        pa.array([None if error == _DROPPED else error for error in errors], pa.string()),
         pa.array(messages, pa.string()),
         pa.array([json.dumps(p) if p else None for p in params], pa.string()),
         pa.array(_expected(inputs, spec.expected), pa.string()),
         pa.array(texts, pa.string()),
         pa.array(adapters, pa.string()),
+        pa.array(dropped, pa.bool_()),
         pa.array([list(map(_image, images)) or None for images in rendered.images], pa.list_(_IMAGE)),
-        _inputs(inputs, spec.step_columns),
     ]
     del encoded
     rendered.images.clear()
     kept = inputs.select(list(spec.kept))
-    fields = [
-        field if field.type == column.type else field.with_type(column.type) for field, column in zip(OWN_FIELDS, own)
-    ]
-    whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *fields])).combine_chunks()
+    whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
     return _RenderedStretch(whole, cut)
 
 
-def _inputs(inputs: pa.Table, names: tuple[str, ...]) -> pa.Array | pa.ChunkedArray:
-    """Return the column `_inputs`."""
-    if not names:
-        return pa.nulls(inputs.num_rows)
-    return pa.chunked_array([batch.to_struct_array() for batch in inputs.select(list(names)).to_batches()])
+def _drop(inputs: pa.Table, when: Condition | None, rendered: Rendered) -> list[bool]:
+    """Return whether each row does not meet the condition. Such a row has neither a prompt nor an error of its own, but
+    counts as failed while its unit is made (changes `rendered` in place). The values of damaged rows are unknown."""
+    met = [True] * inputs.num_rows if when is None else when.met(inputs)
+    dropped = [not is_met and code != RowError.CORRUPT_INPUT for is_met, code in zip(met, rendered.errors, strict=True)]
+    for i in np.flatnonzero(dropped):
+        rendered.errors[i], rendered.messages[i], rendered.images[i] = _DROPPED, None, []
+    return dropped
 
 
 def _image_tokens(image: bytes | str) -> int:

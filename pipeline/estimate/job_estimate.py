@@ -77,9 +77,9 @@ class JobEstimate:
 
     def to_json(self) -> dict[str, Any]:
         raw = asdict(replace(self, sample=replace(self.sample, requests=(), means=()), lengths=self.lengths))
-        raw["sample"] = {key: getattr(self.sample, key) for key in ("rows", "errors", "total_rows", "shared")} | {
-            "tokens_each": asdict(self.sample.tokens_each)
-        }
+        raw["sample"] = {
+            key: getattr(self.sample, key) for key in ("rows", "errors", "dropped", "total_rows", "shared")
+        } | {"tokens_each": asdict(self.sample.tokens_each)}
         raw["lengths"] = {"each": asdict(self.lengths.each), "come_from": self.lengths.come_from}
         return raw
 
@@ -126,9 +126,10 @@ def estimate_job(
     if not prompts.requests:
         raise ConfigError(
             f"input.path {shown_url(config.input.path)}: none of the {prompts.rows} sampled rows has a usable prompt"
+            f"{' and meets input.when' if prompts.dropped else ''}"
         )
     lengths = output_lengths(prompts.requests, history)
-    computed_rows = rows_left * (1 - prompts.errors / prompts.rows)
+    computed_rows = rows_left * len(prompts.requests) / prompts.rows
     prompt_tokens = prompts.tokens_each.times(computed_rows)
     shared = _shared(prompts, history)
     generated = lengths.each.times(computed_rows)

@@ -27,7 +27,8 @@ ASSUMED = Interval(0.1, 0.5, 1.0)  # share of max_tokens, without earlier runs
 
 @dataclass(frozen=True)
 class PromptSample:
-    """Prompts of a sample of `rows` rows, of which `errors` have no usable prompt. shared: share of the prompt tokens
+    """Prompts of a sample of `rows` rows, of which `errors` have no usable prompt and `dropped` do not meet input.when.
+    shared: share of the prompt tokens
     in blocks that begin an earlier prompt of the sample. means: mean prompt tokens of each stretch. repeated: prompt
     tokens after the last full block, which each further sample of a row recomputes. reserved: tokens by which units are
     cut, including those that requests may generate."""
@@ -40,6 +41,7 @@ class PromptSample:
     means: tuple[float, ...]
     repeated: int = 0
     reserved: int = 0
+    dropped: int = 0
 
     @property
     def samples_each(self) -> float:
@@ -66,13 +68,14 @@ def sample_prompts(
     total = source.num_rows if limit is None else min(limit, source.num_rows)
     requests: list[Request] = []
     means: list[float] = []
-    errors = reserved = 0
+    errors = dropped = reserved = 0
     for window in sampled(total, rows):
-        requests_and_errors = list(_requests(job, source, window, tokenize))
-        every = [request for requests, _ in requests_and_errors for request in requests]
+        of_units = list(_requests(job, source, window, tokenize))
+        every = [request for requests, _, _ in of_units for request in requests]
         fitting = [r for r in every if len(r.prompt_token_ids) <= context - (r.task is None)]
         found = [_capped(request, context) for request in fitting]
-        errors += sum(failed for _, failed in requests_and_errors) + len(every) - len(found)
+        errors += sum(failed for _, failed, _ in of_units) + len(every) - len(found)
+        dropped += sum(uncomputed for _, _, uncomputed in of_units)
         reserved += sum(len(r.prompt_token_ids) + min(r.max_tokens * r.params.n, MAX_BUDGET) for r in fitting)
         requests += found
         if found:
@@ -80,13 +83,14 @@ def sample_prompts(
     repeated = sum((r.params.n - 1) * tail(len(r.prompt_token_ids), block_size) for r in requests)
     return PromptSample(
         tuple(requests),
-        len(requests) + errors,
+        len(requests) + errors + dropped,
         errors,
         total,
         _shared(requests, block_size),
         tuple(means),
         repeated,
         reserved,
+        dropped,
     )
 
 
@@ -106,10 +110,11 @@ def tail(prompt_tokens: int, block_size: int) -> int:
 
 def _requests(
     job: ResolvedJob, source: Source, window: InputWindow, tokenize: Tokenize
-) -> Iterator[tuple[list[Request], int]]:
+) -> Iterator[tuple[list[Request], int, int]]:
+    """Yield the requests of each unit, and its numbers of failed and of dropped rows."""
     for unit in window_units(source, window, job.prompt_units):
         requests, failed = tokenize(unit)
-        yield requests, len(failed)
+        yield requests, len(failed), len(unit.dropped())
 
 
 def _shared(requests: Sequence[Request], block_size: int) -> float:

@@ -25,6 +25,7 @@ def text(found: JobEstimate | ServerEstimate, width: int | None = None) -> str:
     sample = found.sample
     whole = "all rows" if sample.rows >= sample.total_rows else f"a sample of {sample.rows:,} rows"
     errors = f"; {percent(sample.errors / sample.rows)} have no usable prompt" if sample.errors else ""
+    errors += f"; {percent(sample.dropped / sample.rows)} do not meet input.when" if sample.dropped else ""
     lines = [
         _head(found),
         "",

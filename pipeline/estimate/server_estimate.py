@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.checkpoints.locate import folder_here
+from pipeline.data.output.result_columns import WHEN
 from pipeline.endpoint.spec import EndpointConfig
 from pipeline.errors import ModelError
 from pipeline.estimate.lengths import MIN_ERROR, sample_prompts
@@ -52,6 +53,8 @@ def estimate_on_server(
     """Estimate a job without contact to its server. history: newest first. runs_before: see `Estimate`. counts: numbers
     of engines to compare. sample: number of prompts to tokenize without an earlier run."""
     config, runs = plan.job.config, representative_runs(history)
+    written = sum(run.rows_written for run in runs)
+    rows_left -= rows_left * sum(run.dropped_rows.get(WHEN, 0) for run in runs) // max(1, written)
     if not runs or not rows_left:
         prompts = _sampled_prompts(plan, rows_left, sample) if rows_left else None
         return ServerEstimate(config.name, plan.num_rows, rows_left, prompts)

@@ -61,8 +61,9 @@ def complete(
             "output.samples_as: rows is supported only in jobs, whose input is Parquet, a folder, a glob or a url. "
             "Here each prompt has one answer, with its samples in lists"
         )
-    if config.steps:
-        raise ConfigError("steps: are supported only in jobs; here prompts are completed")
+    for key, condition in (("input.when", config.input.when), ("output.accept", config.output.accept)):
+        if condition is not None:
+            raise ConfigError(f"{key}: is supported only in jobs; here every prompt is completed and shown. Remove it")
     if config.task.type != "generate":
         raise ConfigError(f"task: {config.task.type} is supported only in jobs; here prompts are completed")
     log(f"loading {shown_url(config.model.path)}" if config.server is None else "connecting to the server")

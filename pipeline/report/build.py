@@ -34,7 +34,15 @@ def build_report(
     stats = sum(
         (run.row_stats for run in reversed(runs)), RowStats()
     )  # reversed: examples of the latest run come first
-    rows = Rows(input_rows, totals.rows, sum(errors.values()), errors, totals.further_samples, stats.copied.rows)
+    rows = Rows(
+        input_rows,
+        totals.rows,
+        sum(errors.values()),
+        errors,
+        totals.further_samples,
+        stats.copied.rows,
+        totals.dropped_rows,
+    )
     tokens = Tokens(
         totals.num_input_tokens,
         totals.num_cached_tokens,
@@ -45,7 +53,7 @@ def build_report(
     lost = lost_work(runs, tokens.generated)
     accounts = accounted(runs, [sum(of_run, LostWork()) for of_run in lost])
     phases_us = {phase: sum(account[phase] for account in accounts) for phase in PHASES}
-    cost = allocate(runs, accounts, tokens, rows.written)
+    cost = allocate(runs, accounts, tokens, rows.written - rows.uncomputed)
     speculation = Speculation.from_runs(runs)
     usd_per_us = None if cost.total_usd is None else cost.total_usd / max(1, machine_us)
 

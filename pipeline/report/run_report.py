@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipeline.data.output.result_columns import ACCEPT, WHEN
 from pipeline.report.account import Cost, Tokens
 from pipeline.report.estimate import EstimateAndActual
 from pipeline.report.faults import FaultCost
@@ -21,8 +22,9 @@ PERCENTS = (50, 95, 99)
 
 @dataclass(frozen=True)
 class Rows:
-    """Counts of input rows: all, and those written so far (completed + errors). extra_samples: additional output rows
-    if samples are rows. copied: completed rows whose results were copied from equal rows."""
+    """Counts of input rows: all, and those written so far (completed + errors + uncomputed). extra_samples: additional
+    output rows if samples are rows. copied: completed rows whose results were copied from equal rows. dropped: output
+    rows by value of dropped_by."""
 
     input: int
     written: int
@@ -30,10 +32,21 @@ class Rows:
     errors_by_code: dict[str, int]
     extra_samples: int = 0
     copied: int = 0
+    dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def completed(self) -> int:
-        return self.written - self.errors
+        return self.written - self.errors - self.uncomputed
+
+    @property
+    def uncomputed(self) -> int:
+        """Rows that do not meet `input.when`."""
+        return self.dropped.get(WHEN, 0)
+
+    @property
+    def rejected(self) -> int:
+        """Completed output rows that do not meet `output.accept`."""
+        return self.dropped.get(ACCEPT, 0)
 
     @property
     def output(self) -> int:

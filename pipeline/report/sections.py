@@ -296,8 +296,13 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
     """Yield (label, text); the text is empty if it does not apply."""
     rows, tokens, work = report.rows, report.tokens, report.work
     written = f"{rows.written:,} of {rows.input:,}: {rows.completed:,} completed, {counted(rows.errors, 'error row')}"
+    uncomputed = f", {rows.uncomputed:,} not computed (input.when)" if rows.uncomputed else ""
     samples = f"; {rows.output:,} in the output, one for each sample" if rows.extra_samples else ""
-    yield "Rows", written + samples
+    yield "Rows", written + uncomputed + samples
+    if rows.rejected:
+        completed = rows.completed + rows.extra_samples
+        passed = f"{completed - rows.rejected:,} of {completed:,} completed rows"
+        yield "Accepted", f"{passed}; {rows.rejected:,} were dropped by output.accept"
     yield "Errors", ", ".join(f"{code} {n:,}" for code, n in rows.errors_by_code.items())
     skipped = report.runs[-1].skipped_files if report.runs else ()
     if skipped:

@@ -170,6 +170,10 @@ def test_a_store_without_an_answer_is_an_error_of_the_environment(work, pipe, aw
 def test_validate_shows_a_first_row_that_is_an_error_and_an_input_without_rows(put, shown):
     put(id=[1], text=pa.array([None], pa.string()))
     assert "becomes an error row: null_prompt" in shown()
+    put(id=[1, 2], text=pa.array([None, "two"], pa.string()))
+    text = shown("input.when=text is not null")
+    assert "does not meet input.when and is not computed" in text
+    assert "Not computed in the sample (input.when): 1 row" in text
     put(id=pa.array([], pa.int64()), text=pa.array([], pa.string()))
     assert "one empty part" in shown()
 

@@ -130,6 +130,18 @@ def test_tokens_beyond_the_models_context_are_not_planned(tmp_path):
     assert shorter["lengths"]["each"]["high"] == 24
 
 
+def test_rows_that_do_not_meet_the_condition_are_no_work(tmp_path):
+    rows = [{"report_id": i, "report": "A pump."} for i in range(8)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [*JOB, "--set", f"input.path={tmp_path}/in.jsonl", "--set", f"output.path={tmp_path}/out"]
+    whole = json.loads(call("plan", *args, "--json"))
+    quarter = [*args, "--set", "input.when=report_id > 5"]
+    some = json.loads(call("plan", *quarter, "--json"))
+    assert (some["sample"]["rows"], some["sample"]["errors"], some["sample"]["dropped"]) == (8, 0, 6)
+    assert some["prompts"]["expected"] == whole["prompts"]["expected"] / 4
+    assert "75% do not meet input.when" in call("plan", *quarter)
+
+
 def test_rows_with_their_own_limits_are_planned_with_them(tmp_path):
     """Limits are from a column or from requests. A row whose limit is refused is no work."""
     limits = [40, 200, 300, -1]

@@ -150,6 +150,8 @@ def test_samples_are_lists_in_json_and_sections_in_text(pipe, rows, tmp_path):
     assert "2 with temperature 0 gives 2 equal texts" in refused
     code, _, refused = pipe(*flags, "--set", "output.samples_as=rows")
     assert (code, "output.samples_as: rows is supported only in jobs" in refused) == (2, True)
+    code, _, refused = pipe("--prompt", "why", "--set", "output.accept=error is null")
+    assert (code, "output.accept: is supported only in jobs" in refused) == (2, True)
 
 
 def test_reasoning_is_separated_from_the_answer_in_text_and_files(

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.values import IDENTITY, Columns, ConfigSection, PathOrUrl
+from pipeline.config.values import IDENTITY, Columns, ConditionText, ConfigSection, PathOrUrl
+from pipeline.data.conditions import Condition
 
 
 class InputSection(ConfigSection):
@@ -52,6 +53,18 @@ class InputSection(ConfigSection):
         examples=[100],
         json_schema_extra=IDENTITY,
     )
+    when: ConditionText | None = Field(
+        default=None,
+        description="Condition over the input's columns. Rows that do not meet it are not computed: they stay in the "
+        "output without results, with dropped_by: input.when. Default: compute all rows.",
+        examples=["lang = 'de' and (score > 0.5 or reviewed)", "text is not null"],
+        json_schema_extra=IDENTITY,
+    )
+
+    @property
+    def condition(self) -> Condition | None:
+        """`when`, parsed."""
+        return None if self.when is None else Condition.parse(self.when, "input.when")
 
     @property
     def has_requests(self) -> bool:
@@ -87,6 +100,18 @@ class OutputSection(ConfigSection):
         examples=[256],
         json_schema_extra=IDENTITY,
     )
+    accept: ConditionText | None = Field(
+        default=None,
+        description="Condition over the output's columns. Completed rows that do not meet it get dropped_by: "
+        "output.accept and keep their results; readers filter by dropped_by. Default: accept all rows.",
+        examples=["finish_reason = 'stop'", "label_probability > 0.7"],
+        json_schema_extra=IDENTITY,
+    )
+
+    @property
+    def condition(self) -> Condition | None:
+        """`accept`, parsed."""
+        return None if self.accept is None else Condition.parse(self.accept, "output.accept")
 
     @field_validator("rename")
     @classmethod

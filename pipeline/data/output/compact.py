@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.output.documents import document_schema, joined, whole_documents
+from pipeline.data.output.inventory import counted_rows
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
 from pipeline.data.output.result_columns import is_first_sample, result_column, row_ids_of, sample_indices
@@ -137,10 +138,11 @@ def compact(
         **asdict(plan),
         "files": plan.num_files,
         "parts": len(parts),
-        "completed_rows": totals.rows - totals.num_error_rows,
+        "completed_rows": totals.num_completed_rows,
         "output_rows": totals.output_rows,
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),
+        "dropped_rows": dict(totals.dropped_rows),
         "rows_checksum": totals.checksum_hex,
     }
     target.folder.replace(SUCCESS, json.dumps(done, indent=1).encode())
@@ -176,11 +178,10 @@ def _parts(source: PartStore, counts: dict[str, Any]) -> list[PartName]:
     source.list(counts["fingerprint"][:8])  # raises if the folder holds other files
     found = [name for name in map(PartName.parse, source.folder.names("")) if name is not None]
     rows = sum(name.rows for name in found)
-    if rows != counts["completed_rows"] + counts["error_rows"]:
+    if rows != counted_rows(counts):
         raise OutputError(
             f"{source.path}: its parts hold {rows:,} rows, but _SUCCESS counts "
-            f"{counts['completed_rows'] + counts['error_rows']:,}; parts were added or removed since. Run "
-            "`pipeline run` to check and complete it"
+            f"{counted_rows(counts):,}; parts were added or removed since. Run `pipeline run` to check and complete it"
         )
     return sorted(found, key=lambda name: (name.window, name.unit))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
+from pipeline.data.output.result_columns import WHEN
 from pipeline.errors import OutputError
 
 
@@ -41,7 +42,7 @@ class Inventory:
 
     def wrong(self, counts: Mapping[str, Any]) -> str | None:
         """Return the difference from the `counts` of `_SUCCESS`; None if they agree."""
-        rows = counts["completed_rows"] + counts["error_rows"]
+        rows = counted_rows(counts)
         if self.parts != counts["parts"]:
             return f"it has {self.parts:,} parts, but _SUCCESS counts {counts['parts']:,}"
         if self.rows != rows:
@@ -51,6 +52,11 @@ class Inventory:
         if self.parts_digest != counts["parts_digest"]:
             return "names or sizes of its parts have changed since _SUCCESS was written"
         return None
+
+
+def counted_rows(counts: Mapping[str, Any]) -> int:
+    """Return the number of input rows that `_SUCCESS` counts."""
+    return counts["completed_rows"] + counts["error_rows"] + counts.get("dropped_rows", {}).get(WHEN, 0)
 
 
 def read_counts(store: PartStore) -> dict[str, Any] | None:

@@ -37,6 +37,10 @@ PROMPT_LOGPROBS_FIELD = pa.field("prompt_logprobs", LOGPROBS_FIELD.type)  # null
 REASONING_FIELDS = (pa.field("reasoning", pa.string()), pa.field("num_reasoning_tokens", pa.int32()))
 TOOL_CALLS_FIELD = pa.field("tool_calls", pa.string())  # JSON: the server's list of calls; null without calls
 
+# Key of the condition that the row does not meet, or null; only in jobs with a condition
+DROPPED_FIELD = pa.field("dropped_by", pa.string())
+WHEN, ACCEPT = "input.when", "output.accept"  # its values: rows that were not computed, and completed ones
+
 SAMPLED = (
     "generated_text",
     "finish_reason",
@@ -58,6 +62,7 @@ RESULT_NAMES: tuple[str, ...] = tuple(
         PROMPT_LOGPROBS_FIELD,
         *REASONING_FIELDS,
         TOOL_CALLS_FIELD,
+        DROPPED_FIELD,
     )
 )
 
@@ -72,7 +77,8 @@ class ResultShape:
 
     samples: "lists" makes the columns of SAMPLED lists, "rows" adds SAMPLE_FIELD. reasoning: completions are split into
     reasoning and answer. tool_calls: the model may call tools. task_fields: columns of a job that does not generate;
-    they replace OF_COMPLETIONS and exclude the other options. steps: columns of the job's steps.
+    they replace OF_COMPLETIONS and exclude the other options. dropped_by: the job has a condition; that column is the
+    last one.
     """
 
     samples: SampleForm = "one"
@@ -81,12 +87,13 @@ class ResultShape:
     reasoning: bool = False
     tool_calls: bool = False
     task_fields: tuple[pa.Field, ...] | None = None
-    steps: tuple[pa.Field, ...] = ()
+    dropped_by: bool = False
 
     def fields(self) -> list[pa.Field]:
         """Return the result columns in order, under their original names."""
+        dropped = [DROPPED_FIELD] if self.dropped_by else []
         if self.task_fields is not None:
-            return [*self.task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS)]
+            return [*self.task_fields, *(f for f in RESULT_FIELDS if f.name not in OF_COMPLETIONS), *dropped]
         more = {
             SAMPLE_FIELD: self.samples == "rows",
             LOGPROBS_FIELD: self.logprobs,
@@ -94,17 +101,10 @@ class ResultShape:
             **dict.fromkeys(REASONING_FIELDS, self.reasoning),
             TOOL_CALLS_FIELD: self.tool_calls,
         }
-        fields = [*RESULT_FIELDS, *(f for f, is_included in more.items() if is_included)]
+        fields = [*RESULT_FIELDS, *(f for f, is_included in more.items() if is_included), *dropped]
         if self.samples == "lists":
             return [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
-        return [*fields, *self.steps]
-
-
-def step_field(name: str, shape: ResultShape) -> pa.Field:
-    """Return the column of a step: a struct of its result columns and the number of its requests, null for rows that
-    skipped it. Tokens are those of all its requests, the other values those of the last one."""
-    fields = [f for f in shape.fields() if f.name not in ("source_file", "source_row")]
-    return pa.field(name, pa.struct([*fields, pa.field("attempts", pa.int32())]))
+        return fields
 
 
 def output_schema(kept: pa.Schema, rename: Mapping[str, str], shape: ResultShape = ResultShape()) -> pa.Schema:
@@ -153,6 +153,11 @@ def result_field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) == 1:
         return schema.field(name)
     raise PipelineError(f"the table has no result column {name!r}: build it with output_schema")
+
+
+def without_dropped_by(schema: pa.Schema) -> pa.Schema:
+    """Return the columns over which `output.accept` is evaluated."""
+    return pa.schema([f for f in schema if (f.metadata or {}).get(_RESULT_KEY) != DROPPED_FIELD.name.encode()])
 
 
 def result_names(schema: pa.Schema) -> dict[str, str]:

@@ -97,11 +97,6 @@ def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
     return _hash_of(f"{job_seed}\0{source_file}\0{source_row}")
 
 
-def step_seed(job_seed: int, source_file: str, source_row: int, step: str, attempt: int) -> int:
-    """Return the 63-bit seed of a row's request for a step after the first prompt. attempt: from 0."""
-    return _hash_of(f"{job_seed}\0{source_file}\0{source_row}\0{step}\0{attempt}")
-
-
 def is_sampled(share: float, job_seed: int, source_file: str, source_row: int) -> bool:
     """Return whether a row is compared with a reference model. The choice is the same in every run, and a larger share
     adds rows without dropping any."""
@@ -117,14 +112,16 @@ def read_rows(
     unit: Unit, params: SamplingParams, seed: int
 ) -> tuple[list[tuple[int, str, SamplingParams]], list[Completion]]:
     """Return the index, prompt and parameters of a unit's rows, and the completions of rows that already failed.
-    params: defaults. seed: the job's."""
+    Dropped rows have neither. params: defaults. seed: the job's."""
     accepted: list[tuple[int, str, SamplingParams]] = []
     failed: list[Completion] = []
     columns = [
         unit.own(name).to_pylist()
-        for name in ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row")
+        for name in ("_prompt", "_error", "_error_message", "_params", "source_file", "source_row", "_dropped")
     ]
-    for i, (prompt, error, message, own, file, row) in enumerate(zip(*columns, strict=True)):
+    for i, (prompt, error, message, own, file, row, is_dropped) in enumerate(zip(*columns, strict=True)):
+        if is_dropped:
+            continue
         if error is not None:
             failed.append(failed_row(i, error, message or ""))
             continue

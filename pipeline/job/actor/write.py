@@ -7,15 +7,22 @@ from typing import Any, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from pipeline.data.conditions import Condition
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import PartName, PartStore, StoredPart
-from pipeline.data.output.result_columns import ResultShape, output_schema, row_ids_of
+from pipeline.data.output.result_columns import (
+    ACCEPT,
+    WHEN,
+    ResultShape,
+    output_schema,
+    row_ids_of,
+    without_dropped_by,
+)
 from pipeline.data.output.retried import RetriedRows
 from pipeline.data.units import Unit
 from pipeline.engine.completion import Completion, RowQuality
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
-from pipeline.job.actor.steps import RowOfSteps
 from pipeline.job.actor.tasks import JobTask, plain_logprobs
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.record.quality_stats import QualityStats
@@ -36,6 +43,7 @@ from pipeline.report.record.row_stats import (
 )
 
 SAMPLES = "_pipeline/samples"
+_UNCOMPUTED = Completion(None, [], "", "stop", 0)  # of each row that does not meet input.when
 
 T = TypeVar("T")
 
@@ -54,9 +62,11 @@ class PartWriter:
         kept_types: Mapping[str, pa.DataType] | None = None,
         limits: Mapping[str, Any] | None = None,
         task: JobTask | None = None,
+        accept: Condition | None = None,
     ) -> None:
         """kept_types: types of kept columns in a part; other columns keep the unit's types. limits: of recomputed rows,
-        if they differ from the job's. task: its columns replace text and finish reason."""
+        if they differ from the job's. task: its columns replace text and finish reason. accept: condition of completed
+        rows, over all other columns."""
         self._store = store
         self._fingerprint = fingerprint
         self._rename = dict(rename)
@@ -65,9 +75,10 @@ class PartWriter:
         self._kept_types = dict(kept_types or {})
         self._limits = dict(limits or {})
         self._task = task
+        self._accept = accept
 
     def __call__(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
-        """Write the unit's part. `completions` contains each of its rows once, in any order."""
+        """Write the unit's part. `completions` contains each of its rows once, without dropped rows, in any order."""
         started = time.monotonic_ns()
         table = self.table(unit, completions)
         written = self._store.write(self.name(unit), table, self._metadata)
@@ -117,11 +128,14 @@ class PartWriter:
     def table(self, unit: Unit, completions: list[Completion]) -> pa.Table:
         """Return the part's rows in input order; samples that are rows keep their own order."""
         by_row = {c.row_id: c for c in completions}
-        if len(completions) != unit.num_rows or by_row.keys() != set(range(unit.num_rows)):
+        dropped = unit.dropped()
+        num_rows = unit.num_rows - len(dropped)
+        if len(completions) != num_rows or by_row.keys() != set(range(unit.num_rows)).difference(dropped):
             raise PipelineError(
                 f"window {unit.window}, unit {unit.index}: {len(completions)} completions of {len(by_row)} different "
-                f"rows came back for {unit.num_rows} rows; the part is not written"
+                f"rows came back for {num_rows} rows; the part is not written"
             )
+        by_row |= dict.fromkeys(dropped, _UNCOMPUTED)
         order = sorted(range(unit.num_rows), key=unit.row_ids().__getitem__)
         rows = [(i, index, one) for i in order for index, one in enumerate(self._rows_of(by_row[i]))]
         unit, done, each = (
@@ -154,14 +168,20 @@ class PartWriter:
             columns.append([one.num_thought_tokens for one in each])
         if self._results.tool_calls:
             columns.append([self._own(one, lambda sample: sample.tool_calls) for one in each])
-        for step in self._results.steps:
-            columns.append([c.columns.get(step.name) if isinstance(c, RowOfSteps) else None for c in done])
         schema = output_schema(kept.schema, self._rename, self._results)
         results = [
             c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)
             for i, c in enumerate(columns)
         ]
-        return pa.Table.from_arrays([*kept.columns, *results], schema=schema)
+        if not self._results.dropped_by:
+            return pa.Table.from_arrays([*kept.columns, *results], schema=schema)
+        table = pa.Table.from_arrays([*kept.columns, *results], schema=without_dropped_by(schema))
+        met = [True] * table.num_rows if self._accept is None else self._accept.met(table)
+        dropped_by = [
+            WHEN if one is _UNCOMPUTED else ACCEPT if one.error is None and not is_met else None
+            for one, is_met in zip(each, met, strict=True)
+        ]
+        return table.append_column(schema.field(table.num_columns), pa.array(dropped_by, pa.string()))
 
     def _rows_of(self, completion: Completion) -> tuple[Completion, ...]:
         """Return the completions that become rows of the part."""
@@ -170,12 +190,12 @@ class PartWriter:
     def _finish_reason(self, completion: Completion) -> str | list[str] | None:
         if self._results.samples == "lists":
             return self._own(completion, lambda one: one.finish_reason)
-        return completion.finish_reason  # error rows have one too
+        return None if completion is _UNCOMPUTED else completion.finish_reason  # error rows have one too
 
     def _own(self, completion: Completion, value: Callable[[Completion], T]) -> T | list[T] | None:
         """Return the value of a row, or the list of values of its samples if they are stored in lists; null for error
-        rows."""
-        if completion.error is not None:
+        rows and dropped ones."""
+        if completion.error is not None or completion is _UNCOMPUTED:
             return None
         return [value(one) for one in completion.each] if self._results.samples == "lists" else value(completion)
 
@@ -183,12 +203,7 @@ class PartWriter:
         """Return the columns of completions, or those of the task instead."""
         if self._task is not None:
             return self._task.columns(done, unit.own("_texts").to_pylist())
-        return [[self._text(c) for c in done], [self._finish_reason(c) for c in done]]
-
-    def _text(self, completion: Completion) -> str | list[str] | None:
-        if isinstance(completion, RowOfSteps):
-            return completion.draft  # also if a later step failed
-        return self._own(completion, lambda one: one.text)
+        return [[self._own(c, lambda one: one.text) for c in done], [self._finish_reason(c) for c in done]]
 
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:

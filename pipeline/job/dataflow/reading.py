@@ -110,11 +110,13 @@ def _with_repaired(
 
 
 def _sampled(units: Units, left: Sequence[int], rows: int) -> Iterator[Unit]:
-    """Yield `rows` rows of evenly spread units. Units are sorted by length, so the sample has short and long rows."""
-    chosen = evenly(left, min(rows, MAX_SAMPLED_UNITS))
-    counts = dict(zip(chosen, shares([units.num_rows_of(i) for i in chosen], rows)))
+    """Yield `rows` rows of evenly spread units. Units are sorted by length, so the sample has short and long
+    rows. Dropped rows are left out."""
+    chosen = evenly([i for i in left if units.num_computed_of(i)], min(rows, MAX_SAMPLED_UNITS))
+    counts = dict(zip(chosen, shares([units.num_computed_of(i) for i in chosen], rows)))
     for unit in units.some(index for index, count in counts.items() if count):
-        yield unit.of_rows(evenly(range(unit.num_rows), counts[unit.index]))
+        computed = sorted({*range(unit.num_rows)}.difference(unit.dropped()))
+        yield unit.of_rows(evenly(computed, counts[unit.index]))
 
 
 def shares(sizes: Sequence[int], total: int) -> list[int]:

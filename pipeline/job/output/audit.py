@@ -230,7 +230,9 @@ class _Auditor:
             self._add(f"{name}: its columns differ from those of {first}: {odd}")
 
     def _compare(self, totals: PartTotals, counts: dict[str, Any]) -> None:
-        found = {"error_rows": totals.num_error_rows, "errors": dict(totals.error_rows)}
+        found: dict[str, Any] = {"error_rows": totals.num_error_rows, "errors": dict(totals.error_rows)}
+        if totals.dropped_rows:
+            found["dropped_rows"] = dict(totals.dropped_rows)
         found |= {key: getattr(totals, key) for key in _COUNTED}
         found |= {"output_rows": totals.output_rows, "rows_checksum": totals.checksum_hex}
         for key, value in found.items():

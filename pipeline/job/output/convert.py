@@ -90,6 +90,7 @@ def _answered(store: PartStore) -> Answered:
     try:
         job = read_job(store) or {}
         task = job["identity"]["task"]["type"]
+        conditions = [job["identity"][section].get(key) for section, key in (("input", "when"), ("output", "accept"))]
         is_chat = job["identity"]["prompt"].get("chat") is not None
         model, fingerprint = str(job["free"]["model"]["path"]), str(job["fingerprint"])
         created = int(datetime.fromisoformat(load_runs(store)[-1].started_at).timestamp())
@@ -98,6 +99,11 @@ def _answered(store: PartStore) -> Answered:
     if task not in ("generate", "embed"):
         raise OutputError(
             f"{store.path}: the task of its job is {task}; only completions and embeddings can be converted"
+        )
+    if any(conditions):
+        raise OutputError(
+            f"{store.path}: its job has input.when or output.accept, and in the files of a batch API each row has an "
+            "answer; expected the output of a job without conditions"
         )
     endpoint = "embedding" if task == "embed" else "chat" if is_chat else "text"
     return Answered(endpoint, model, created, fingerprint)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from pipeline.data.columns import empty_table
-from pipeline.data.output.inventory import Inventory, read_counts
+from pipeline.data.output.inventory import Inventory, counted_rows, read_counts
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.row_checksum import MODULUS
@@ -70,13 +70,14 @@ def read_success(store: PartStore) -> PartTotals | None:
     if counts is None:
         return None
     try:
-        rows = counts["completed_rows"] + counts["error_rows"]
+        rows = counted_rows(counts)
         return PartTotals(
             rows=rows,
             units=counts["parts"],
             error_rows=dict(counts["errors"]),
             further_samples=counts["output_rows"] - rows,
             rows_checksum=int(counts["rows_checksum"], 16),
+            dropped_rows=dict(counts.get("dropped_rows", {})),
             **{name: counts[name] for name in _TOKENS},
         )
     except (ValueError, KeyError, TypeError):  # edited, or from another program
@@ -94,9 +95,10 @@ def write_success(plan: JobPlan, store: PartStore, totals: PartTotals) -> None:
         "input_rows": plan.num_rows,
         "appended_batches": plan.batches.count,
         "output_rows": totals.output_rows,
-        "completed_rows": totals.rows - totals.num_error_rows,
+        "completed_rows": totals.num_completed_rows,
         "error_rows": totals.num_error_rows,
         "errors": dict(totals.error_rows),
+        "dropped_rows": dict(totals.dropped_rows),
         "parts": totals.units,
         "parts_bytes": inventory.parts_bytes,
         "parts_digest": inventory.parts_digest,

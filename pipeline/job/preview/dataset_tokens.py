@@ -54,11 +54,14 @@ def read_samples(
     no row is left, ConfigError if the prompt does not fit the columns.
     """
     columns, source, spec = () if expected is None else (expected,), prompts.source, prompts.spec
-    source.check_columns([*columns, *spec.columns])
+    when = prompts.config.input.condition
+    source.check_columns([*columns, *spec.columns, *(() if when is None else when.columns)])
     spec.check(source.schema)
+    if when is not None:
+        when.check(source.schema)
     chat, author = chat_of(prompts.prompt, prompts.config.task.type, wall_time()), author_texts(spec, prompts.prompt)
     tokenize = Tokenize(tokenizer, SamplingParams(), 0, chat, author=author)
-    unit_spec = UnitSpec(spec, columns)
+    unit_spec = UnitSpec(spec, columns, when=when)
     found: list[tuple[tuple[int, str, int], list[int], str | None]] = []
     left_out: Counter[str] = Counter()
     for window, rows in _wanted(source, prompts.config.input.limit, chosen):

@@ -116,6 +116,8 @@ def _shown_prompt(first: dict[str, Any] | None, found: ValidationResult) -> list
     if first is None:
         return ["  No rows: the output will be one empty part."]
     origin = f"{first['source_file']} row {first['source_row']}"
+    if first["text"] is None and first["error"] is None:
+        return [printable(f"  The first row, {origin}, does not meet input.when and is not computed.")]
     if first["text"] is None:
         reason = f"{first['error']}: {first['error_message']}"
         return [printable(f"  The first row, {origin}, becomes an error row: {reason}")]
@@ -154,6 +156,8 @@ def _shown_lengths(tokens: dict[str, Any] | None) -> list[str]:
     if tokens["errors"]:
         errors = ", ".join(f"{code} {count:,}" for code, count in tokens["errors"].items())
         lines.append(f"  Error rows in the sample: {errors}")
+    if tokens["dropped"]:
+        lines.append(f"  Not computed in the sample (input.when): {counted(tokens['dropped'], 'row')}")
     return lines
 
 

@@ -19,8 +19,8 @@ _NUM_BARS = 8
 
 
 def first_prompt(spec: UnitSpec, source: Source, tokenize: Tokenize | None) -> dict[str, Any] | None:
-    """Return the first row's prompt, or why it has none; None without rows. With `tokenize` the prompt is rendered
-    through the chat template and counted, as for the model."""
+    """Return the first row's prompt, or why it has none; None without rows. A row that does not meet input.when has no
+    error either. With `tokenize` the prompt is rendered through the chat template and counted, as for the model."""
     if source.num_rows == 0:
         return None
     ((unit,),) = [list(window_units(source, InputWindow(0, 0, 1), replace(spec, kept=())))]
@@ -55,19 +55,22 @@ def prompt_tokens(
     total = source.num_rows if config.input.limit is None else min(config.input.limit, source.num_rows)
     lengths: list[int] = []
     errors: Counter[str] = Counter()
+    dropped = 0
     control_tokens = ControlTokenRows()
     for window in sampled(total):
         for unit in window_units(source, window, replace(spec, kept=())):
             requests, failed = tokenize(unit)
             lengths += [len(request.prompt_token_ids) for request in requests]
             errors.update(str(completion.error) for completion in failed)
+            dropped += len(unit.dropped())
             control_tokens += tokenize.control_tokens(unit)
     lengths.sort()
-    rows, max_length = len(lengths) + sum(errors.values()), config.engine.max_model_len or context
+    rows, max_length = len(lengths) + sum(errors.values()) + dropped, config.engine.max_model_len or context
     room = max_length and max_length - (config.task.type == "generate")  # at least one generated token
     found = {
         "rows": rows,
         "errors": dict(sorted(errors.items())),
+        "dropped": dropped,
         "max_model_len": max_length,
         "too_long": 0 if room is None else sum(length > room for length in lengths),
         **({name: _quantile(lengths, q) for name, q in (("median", 0.5), ("p90", 0.9), ("longest", 1))}),

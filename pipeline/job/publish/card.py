@@ -35,6 +35,7 @@ _MEANINGS = {
     "reasoning": "the text before the answer",
     "num_reasoning_tokens": "tokens of the reasoning",
     "tool_calls": "calls of tools, as JSON",
+    "dropped_by": "condition that the row does not meet: input.when (it was not computed) or output.accept",
     "label": "the likeliest label",
     "label_probability": "probability of that label",
     "label_probabilities": "all labels with their probabilities",
@@ -112,6 +113,8 @@ def _figures(output: FinishedOutput) -> Iterator[tuple[str, str]]:
     if rows.extra_samples:
         yield "Input rows", f"{rows.written:,}, each with its samples as rows"
     yield "Error rows", f"{rows.errors:,}" + (f" ({codes})" if codes else "")
+    if rows.dropped:
+        yield "Dropped rows", ", ".join(f"{key} {number:,}" for key, number in rows.dropped.items())
     yield "Model", model_name(output.job)
     yield "Prompt tokens", f"{tokens.input:,}, of which {tokens.cached:,} came from the prefix cache"
     yield "Generated tokens", f"{tokens.generated:,}"

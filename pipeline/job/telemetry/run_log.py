@@ -141,6 +141,7 @@ class RunLog:
             cached_tokens=computed.num_cached_tokens,
             generated_tokens=computed.num_generated_tokens,
             error_rows=dict(computed.error_rows),
+            dropped_rows=dict(computed.dropped_rows),
             error_input_tokens=computed.num_error_input_tokens,
             extra_samples=computed.further_samples,
             write_us=self.write_us,
@@ -199,7 +200,8 @@ def totals_so_far(store: PartStore, runs: Iterable[RunRecord], done: DoneUnits) 
     totals = PartTotals()
     for run in runs:
         tokens = run.input_tokens, run.cached_tokens, run.generated_tokens, run.error_input_tokens
-        totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens, run.extra_samples)
+        dropped = run.dropped_rows
+        totals += PartTotals(run.rows_written, 0, run.error_rows, *tokens, run.extra_samples, dropped_rows=dropped)
     if totals.rows > done.num_rows:
         return store.totals(done)
     return replace(totals, rows=done.num_rows, units=done.num_units)

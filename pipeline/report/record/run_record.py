@@ -204,6 +204,7 @@ class RunRecord(JsonRecord):
     units_already_written: int = 0  # assigned, but their part existed before any work was done
     skipped_files: list[SkippedInput] = field(default_factory=list)
     error_rows: dict[str, int] = field(default_factory=dict)  # of `rows_written`, by code
+    dropped_rows: dict[str, int] = field(default_factory=dict)  # of the output rows, by value of dropped_by
     error_input_tokens: int = 0
     telemetry_failures: int = 0  # writes of status, record and report that failed
     sample_rows: int = 0  # requested by `--sample`; such a run writes no parts

@@ -28,7 +28,10 @@ def test_kept_columns_then_results():
     assert output_schema(KEPT, {}, ResultShape(logprobs=True)).names[-1] == "logprobs"
     rows = ResultShape("rows", logprobs=True)
     assert output_schema(KEPT, {"sample_index": "k"}, rows).names[-3:] == ["source_row", "k", "logprobs"]
-    assert output_schema(KEPT, {}, ResultShape("rows", True, True, True, True)).names == ["id", *RESULT_NAMES]
+    assert output_schema(KEPT, {}, ResultShape("rows", True, True, True, True, dropped_by=True)).names == [
+        "id",
+        *RESULT_NAMES,
+    ]
     one = [[{"token_id": 1, "logprob": -0.5, "top": [{"token_id": 2, "logprob": -1.0}]}], None]
     assert pa.array(one, LOGPROBS_FIELD.type).to_pylist() == one
 

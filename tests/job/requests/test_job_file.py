@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("without_ray")
 
 
 def test_the_format_is_in_the_jobs_identity(batch):
-    assert identity_of(batch.config())["input"] == {"columns": ["custom_id"], "limit": None, "format": "openai"}
+    expected = {"columns": ["custom_id"], "limit": None, "format": "openai", "when": None}
+    assert identity_of(batch.config())["input"] == expected
 
 
 def test_defaults_for_lines_without_values(batch):
