@@ -18,7 +18,7 @@ from pipeline.config.schema import job_schema
 
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- generated: python -m tools.reference -->\n", "<!-- end of generated -->"
-WHOLE = "The whole file"
+WHOLE, STEPS = "The whole file", "steps"
 WIDTH = 88  # characters of a line of help
 
 
@@ -33,8 +33,8 @@ def keys() -> Iterator[str]:
 
 
 def _sections(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the mappings with their own keys that a key accepts, except `{column: name}`."""
-    for option in [key, *key.get("anyOf", ()), *key.get("oneOf", ())]:
+    """Yield the mappings with their own keys that a key accepts, alone or in a list, except `{column: name}`."""
+    for option in [key, key.get("items", {}), *key.get("anyOf", ()), *key.get("oneOf", ())]:
         found = definitions.get(option.get("$ref", "").rpartition("/")[2], {})
         if found.get("properties", {}).keys() - {"column"}:
             yield found
@@ -42,6 +42,8 @@ def _sections(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict
 
 def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
     yield from _table(path, section, definitions)
+    if path == STEPS:  # its sections are the job's
+        return
     for name, key in section["properties"].items():
         for inner in _sections(key, definitions):
             yield from _section(f"{path}.{name}", inner, definitions)
@@ -57,7 +59,7 @@ def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -
         default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
         example = _code(key["examples"][0]) if "$ref" not in key else ""  # its own keys have examples
         is_section = "$ref" in key or (heading == WHOLE and any(_sections(key, definitions)))
-        anchor = name if heading == WHOLE else f"{heading}{name}"
+        anchor = name if heading in (WHOLE, STEPS) else f"{heading}{name}"
         kind = f"[section](#{anchor})" if is_section else _kind(key, definitions)
         resume = {"identity": "identity", "numerics": "numerics"}.get(key.get("resume", ""), "")
         description = key["description"].replace("{{", "`{{`").replace("}}", "`}}`").replace("|", "\\|")

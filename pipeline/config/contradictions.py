@@ -10,7 +10,8 @@ from pipeline.config.keys import JobKeys
 from pipeline.config.requests import FROM_LINES
 from pipeline.config.sections.prompt import SOURCES
 from pipeline.config.sections.server import ServerSection
-from pipeline.config.sections.task import KEYS_OF
+from pipeline.config.sections.steps import DRAFT, StepSection
+from pipeline.config.sections.task import KEYS_OF, TaskSection
 from pipeline.config.values import FromColumn
 from pipeline.data.requests.request_row import CUSTOM_ID
 from pipeline.stores.filesystem import storage_prefix
@@ -20,14 +21,13 @@ if TYPE_CHECKING:
     from pipeline.data.requests.input_checks import Requests
 
 Contradiction = tuple[str, str]  # a dotted key, and the reason
+OF_JOB_ALONE = ("n", "seed", "generation_config", "logprobs", "prompt_logprobs")  # keys of `sampling`
 
 
 def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contradiction]:
     """Yield keys that are missing or have no effect because of others. written: the job file without defaults."""
     yield from _check_storage(job)
-    for key in sorted(job.task.model_fields_set - {"type", *KEYS_OF[job.task.type]}):
-        owner = next(name for name, keys in KEYS_OF.items() if key in keys)
-        yield f"task.{key}", f"has no effect with task {job.task.type}; write type: {owner}, or remove it"
+    yield from _check_task(job.task, "")
     if job.input.has_requests:
         yield from _with_requests(job, written.get("prompt"))
     if job.input.format == "pdf" and not job.prompt.images:
@@ -42,10 +42,23 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
         yield "images", "has no effect without a server; remove it"
     elif job.cost.usd_per_million is not None:
         yield "cost.usd_per_million", "needs a server; the price of our engine is hourly_usd"
+    if job.prompt.continues_chat:
+        yield "prompt.continues_chat", "has no effect in the first prompt; remove it"
+    if job.steps:
+        yield from _with_steps(job)
     if job.task.type == "generate":
         yield from _equal_samples(job)
     else:
         yield from _without_completions(job)
+
+
+def _check_task(task: TaskSection, at: str) -> Iterator[Contradiction]:
+    """Check a section `task`. at: begin of its key."""
+    for key in sorted(task.model_fields_set - {"type", *KEYS_OF[task.type]}):
+        owner = next(name for name, keys in KEYS_OF.items() if key in keys)
+        yield f"{at}task.{key}", f"has no effect with task {task.type}; write type: {owner}, or remove it"
+    if task.type == "choice" and not task.labels:
+        yield f"{at}task.labels", "required by task choice, but missing"
 
 
 def _check_storage(job: JobKeys) -> Iterator[Contradiction]:
@@ -58,13 +71,17 @@ def _check_storage(job: JobKeys) -> Iterator[Contradiction]:
 
 def _check_adapters(job: JobKeys) -> Iterator[Contradiction]:
     adapter, names = job.model.adapter, ", ".join(job.model.adapters)
-    if adapter is None and names:
+    if adapter is None and names and not any(step.adapter for step in job.steps):
         yield "model.adapters", "has no effect without model.adapter, the name of one of them or {column: name}"
     elif adapter is not None and not names:
         yield "model.adapter", "needs model.adapters, which maps names to folders"
     elif isinstance(adapter, str) and adapter not in job.model.adapters:
         yield "model.adapter", f"{adapter!r} is not in model.adapters; expected one of {names}"
-    if adapter is not None and job.engine.deterministic:
+    for i, step in enumerate(job.steps):
+        if step.adapter is not None and step.adapter not in job.model.adapters:
+            reason = f"{step.adapter!r} is not in model.adapters; expected one of {names or 'its names'}"
+            yield f"steps[{i}].adapter", reason
+    if job.model.adapters and job.engine.deterministic:
         yield "engine.deterministic", "is not supported with model.adapters, whose products are not batch-invariant"
 
 
@@ -77,8 +94,6 @@ def _check_ranks(job: JobKeys) -> Iterator[Contradiction]:
 def _without_completions(job: JobKeys) -> Iterator[Contradiction]:
     """Check a task that generates no text."""
     task = job.task.type
-    if task == "choice" and not job.task.labels:
-        yield "task.labels", "required by task choice, but missing"
     unused = f"has no effect with task {task}, which generates no text; remove it"
     for name in sorted(job.sampling.model_fields_set):
         yield f"sampling.{name}", unused
@@ -141,6 +156,62 @@ def _with_server(job: JobKeys, server: ServerSection) -> Iterator[Contradiction]
         yield "prompt.chat.chat_template", unused
     if server.base_url is not None and job.run.actors != 1:
         yield "run.actors", "must be 1 with server.base_url: one engine keeps all servers busy"
+
+
+def _with_steps(job: JobKeys) -> Iterator[Contradiction]:
+    """Check the steps, and that the first prompt can be followed by any."""
+    if job.task.type != "generate":
+        yield "steps", f"need a first prompt that generates text, the draft; the job's task is {job.task.type}"
+    if job.input.has_requests:
+        yield "steps", f"are not supported with input.format {job.input.format}, whose lines are the prompts"
+    if isinstance(job.sampling.n, FromColumn) or job.sampling.n != 1:
+        yield "sampling.n", "must be 1 with steps, which continue one answer of each row"
+    names = [step.name for step in job.steps]
+    for i, step in enumerate(job.steps):
+        at = f"steps[{i}]."
+        if step.name in names[:i]:
+            yield f"{at}name", f"{step.name!r} is the name of two steps"
+        if step.name == DRAFT:
+            yield f"{at}name", "is the name of the latest text in prompts; choose another name"
+        yield from _of_step(job, step, at)
+
+
+def _of_step(job: JobKeys, step: StepSection, at: str) -> Iterator[Contradiction]:
+    """Check one step. at: begin of its keys."""
+    task, prompt = step.task, step.prompt
+    yield from _check_task(task, at)
+    if task.type not in ("generate", "choice", "score"):
+        yield f"{at}task.type", f"{task.type} is not supported in a step; expected generate, choice or score"
+    elif job.server is not None and task.type != "generate":
+        yield f"{at}task.type", f"{task.type} is not supported with a server; expected generate"
+    for name, value in step.sampling:
+        if name not in step.sampling.model_fields_set:
+            continue
+        if task.type != "generate":
+            yield f"{at}sampling.{name}", f"has no effect with task {task.type}, which generates no text; remove it"
+        elif name in OF_JOB_ALONE:
+            yield f"{at}sampling.{name}", "is not supported in a step; it belongs to the job's sampling"
+        elif isinstance(value, FromColumn):
+            yield f"{at}sampling.{name}", "is not supported in a step as {column: name}; write one value"
+    if step.replaces is not None and task.type != "generate":
+        yield f"{at}replaces", f"needs task generate; task {task.type} has no text"
+    if prompt.images:
+        yield f"{at}prompt.images", "are not supported in a step; the first prompt may have images"
+    if prompt.chat is not None and job.prompt.chat is None:
+        yield f"{at}prompt.chat", "needs prompt.chat in the job: either all prompts of a row are chats, or none is"
+    if prompt.chat is not None and prompt.chat.chat_template is not None:
+        yield f"{at}prompt.chat.chat_template", "is not supported in a step; all prompts use that of prompt.chat"
+    if prompt.chat is not None and prompt.chat.date is not None:
+        yield f"{at}prompt.chat.date", "is not supported in a step; all prompts use that of prompt.chat"
+    if prompt.special_tokens == "template" and job.prompt.chat is not None:
+        yield f"{at}prompt.special_tokens", "template needs a prompt that is sent as plain text; the job's is a chat"
+    if prompt.continues_chat:
+        if job.prompt.chat is None:
+            yield f"{at}prompt.continues_chat", "needs prompt.chat in the job, which starts the chat"
+        if prompt.messages is not None or prompt.chat is not None:
+            yield f"{at}prompt.continues_chat", "needs prompt.template or prompt.column, and the job's chat options"
+        if job.prompt.images:
+            yield f"{at}prompt.continues_chat", "is not supported after a prompt with images"
 
 
 def _equal_samples(job: JobKeys) -> Iterator[Contradiction]:

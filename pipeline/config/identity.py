@@ -25,6 +25,8 @@ def identity_of(job: JobKeys, only_set: bool = False) -> dict[str, Any]:
     """
     identity = _dump(job, "identity", only_set)
     identity.setdefault("sampling", {})["seed"] = job.seed
+    if job.steps:  # never with their defaults, so that a key of a later version changes nothing
+        identity["steps"] = [step.to_identity() for step in job.steps]
     return identity | {"cut": {"version": CUT_VERSION, "window_bytes": WINDOW_BYTES, "unit_tokens": UNIT_TOKENS}}
 
 
@@ -51,6 +53,8 @@ def _marked(section: type[BaseModel], mark: str) -> dict[str, Any]:
     `prompt.chat`, marks of the inner fields take precedence."""
     included: dict[str, Any] = {}
     for name, field in section.model_fields.items():
+        if name == "steps":
+            continue  # `identity_of` adds them
         extra = field.json_schema_extra
         own = extra.get("resume", "free") if isinstance(extra, dict) else "free"
         inner = model_of(field.annotation)

@@ -11,7 +11,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from pipeline.checkpoints.locate import NO_CHECKPOINT
 from pipeline.config.contradictions import contradictions, rules_for_editors
-from pipeline.config.jobfile import Document, Value
+from pipeline.config.jobfile import Document, Value, path_of
 from pipeline.config.keys import JobKeys
 from pipeline.config.requests import filled, is_of_requests
 from pipeline.engine.config import EngineConfig
@@ -39,7 +39,7 @@ class JobConfig(JobKeys):
         found = [
             InitErrorDetails(
                 type=PydanticCustomError("value_error", "{error}", {"error": reason}),
-                loc=tuple(key.split(".")),
+                loc=path_of(key),
                 input=None,
             )
             for key, reason in contradictions(job, raw)
@@ -50,7 +50,7 @@ class JobConfig(JobKeys):
 
     def location(self, key: str) -> str:
         """Return `file:line` of a dotted key, or of the closest enclosing key in the file."""
-        return self._document.location(tuple(key.split(".")))
+        return self._document.location(path_of(key))
 
     @property
     def data(self) -> Mapping[str, Value]:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -68,6 +68,28 @@ class Document:
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return "job"
+
+    def replaced(self, path: KeyPath, value: Value) -> "Document":
+        """Return a copy with another value at `path`, which exists."""
+        data: dict[str, Value] = dict(self.data)
+        inner: Any = data
+        for step in path[:-1]:
+            inner[step] = inner[step].copy()
+            inner = inner[step]
+        inner[path[-1]] = value
+        return Document(data, self.origins)
+
+
+def of_each_prompt(document: Document, path: KeyPath) -> list[tuple[KeyPath, Value]]:
+    """Return the values at `path` of the job and of each of its steps, with their whole paths."""
+    steps = document.data.get("steps")
+    found: list[tuple[KeyPath, Value]] = []
+    for begin in [(), *(("steps", i) for i in range(len(steps) if isinstance(steps, list) else 0))]:
+        value: Any = document.data
+        for step in (*begin, *path):
+            value = value[step] if isinstance(step, int) else value.get(step) if isinstance(value, dict) else None
+        found.append(((*begin, *path), value))
+    return found
 
 
 def read(path: str | Path) -> Document:
@@ -229,6 +251,15 @@ def dotted(path: KeyPath) -> str:
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else step
     return text
+
+
+def path_of(key: str) -> KeyPath:
+    """Return the path of a dotted form: the inverse of `dotted`."""
+    path: list[str | int] = []
+    for step in key.split("."):
+        found = re.fullmatch(r"(\w+)\[([0-9]+)\]", step)
+        path += [step] if found is None else [found[1], int(found[2])]
+    return tuple(path)
 
 
 def _scalar(text: str) -> Scalar:

@@ -19,6 +19,7 @@ from pipeline.config.sections.run import RunSection
 from pipeline.config.sections.sampling import SamplingSection
 from pipeline.config.sections.server import ServerSection
 from pipeline.config.sections.speculation import BareMethod, SpeculationSection
+from pipeline.config.sections.steps import StepSection
 from pipeline.config.sections.task import BareTask, TaskSection
 from pipeline.config.values import HIDDEN, ConfigSection, ModelPath, or_word
 from pipeline.config.variables import TodaySection
@@ -97,6 +98,14 @@ class JobKeys(ConfigSection):
         "reasoning may be {column: name}.",
         examples=[{"max_tokens": 256, "temperature": 0.7}],
     )
+    steps: tuple[StepSection, ...] = Field(
+        default=(),
+        strict=False,
+        max_length=32,
+        description="Further prompts of each row, in order, which use the answers of earlier ones. A row passes all "
+        "its steps on one loaded model, and its part is written once.",
+        examples=[[{"name": "short", "prompt": {"template": "{draft}\nShorter:"}, "replaces": "draft"}]],
+    )
     output: OutputSection = Field(description="Output folder and columns.", examples=[{"path": "out/summarize"}])
     run: RunSection = Field(default=RunSection(), description="Engines and limits of a run.", examples=[{"actors": 8}])
     kubernetes: KubernetesSection = Field(
@@ -116,6 +125,12 @@ class JobKeys(ConfigSection):
     def seed(self) -> int:
         """Random seed of the job."""
         return self.sampling.seed or 0
+
+    @property
+    def used_adapters(self) -> dict[str, str]:
+        """Paths of the adapters that rows and steps may use, by name."""
+        names = {step.adapter for step in self.steps if step.adapter is not None}
+        return self.model.used_adapters | {name: self.model.adapters[name] for name in sorted(names)}
 
     @property
     def urls(self) -> dict[str, str]:

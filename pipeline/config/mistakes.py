@@ -107,7 +107,7 @@ def _homes(section: type[BaseModel], name: str) -> Iterator[str]:
         if key == name:
             yield key
         inner = model_of(field.annotation)
-        if inner is not None and not issubclass(inner, FromColumn):
+        if inner is not None and not issubclass(inner, FromColumn) and key != "steps":  # which repeat the job's keys
             yield from (f"{key}.{home}" for home in _homes(inner, name))
 
 
@@ -173,6 +173,8 @@ def section_at(root: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
     """Return the section at a key; None if it is another kind of value or unknown."""
     model: type[BaseModel] | None = root
     for step in path:
+        if isinstance(step, int):
+            continue  # an item of a list of sections
         field = model.model_fields.get(str(step)) if model else None
         model = model_of(field.annotation) if field else None
     return model

@@ -43,6 +43,7 @@ class PromptSpec:
     in_pieces: bool = False  # render a template as a JSON list of literals and values, alternating
     images: tuple[str, ...] = ()  # columns of images; the prompts are then messages as JSON
     media: bool = False  # messages may have parts other than text, which a server reads
+    is_turn: bool = False  # a further turn of a chat: the template may name no column
     dotted: tuple[str, ...] = ()  # input columns with dots in their names: {a.b} may be one, or a field of {a}
 
     def __post_init__(self) -> None:
@@ -52,7 +53,7 @@ class PromptSpec:
             raise ConfigError("prompt.special_tokens: template requires prompt.template")
         if self.messages is not None and self.defaults:
             raise ConfigError("prompt.fill_null: only works with prompt.template or prompt.column, not with messages")
-        if self.template is not None and not self.images:
+        if self.template is not None and not self.images and not self.is_turn:
             check_names_column(self.parts[1])
         names = [] if self.messages is not None else [field.name for field in self.parts[1]]
         for name in self.defaults:

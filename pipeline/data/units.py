@@ -45,6 +45,7 @@ OWN_FIELDS = (
     pa.field("_adapter", pa.string()),  # from `RowAdapters`, or null
     pa.field("_dropped", pa.bool_()),  # `UnitSpec.when` does not hold: the row is not computed
     pa.field("_images", pa.list_(_IMAGE)),  # images to which the parts of messages refer, in their order, or null
+    pa.field("_inputs", pa.null()),  # with steps a struct of the input columns that they read
 )
 _OWN_NAMES = [f.name for f in OWN_FIELDS]
 CUT_VERSION = 1  # raise it when a change of the code cuts the same input into other units
@@ -73,6 +74,8 @@ class UnitSpec:
     adapters: RowAdapters | None = None
     when: Condition | None = None  # of the rows to compute
     max_bytes: int = MAX_STRETCH_BYTES  # limit of a stretch's values, and of its prompts
+    step_columns: tuple[str, ...] = ()  # input columns that later steps read
+    step_tokens: int = 0  # max new tokens of a row's later steps
 
     def of_input(self, columns: Iterable[str]) -> "UnitSpec":
         """Return a copy for an input with these columns."""
@@ -86,7 +89,8 @@ class UnitSpec:
         texts = () if self.texts is None else self.texts.columns
         adapter = [] if self.adapters is None or self.adapters.column is None else [self.adapters.column]
         sampling, when = self.sampling_columns.values(), () if self.when is None else self.when.columns
-        return tuple(dict.fromkeys([*self.kept, *self.prompt.columns, *sampling, *expected, *texts, *adapter, *when]))
+        read = [*self.prompt.columns, *sampling, *expected, *texts, *adapter, *when, *self.step_columns]
+        return tuple(dict.fromkeys([*self.kept, *read]))
 
 
 @dataclass(frozen=True)
@@ -255,6 +259,13 @@ def make_units(table: pa.Table, spec: UnitSpec, window: int | None = None) -> Un
     return Units(window, table.num_rows, lambda _: _stretches_of(table, spec))
 
 
+def one_unit(table: pa.Table, spec: UnitSpec) -> Unit:
+    """Return all rows of a table as one unit, in their order. The last two columns are `source_file` and
+    `source_row`."""
+    rendered = render(table.select(list(range(table.num_columns - 2))), spec.prompt)
+    return Unit(0, 0, 1, _make_stretch(table, rendered, spec).table)
+
+
 def _stretches_of(table: pa.Table, spec: UnitSpec) -> Iterator[_RenderedStretch]:
     """Split a table into stretches whose prompts have at most `spec.max_bytes`, or one row."""
     notes = table.schema.metadata or {}
@@ -281,6 +292,7 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
     texts = [None] * table.num_rows if spec.texts is None else spec.texts.read(inputs, errors, messages)
     adapters = _adapters(inputs, spec.adapters, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
+    budgets += np.array([0 if error else spec.step_tokens for error in errors], dtype=np.int64)
     budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
     budgets += np.array([sum(map(_image_tokens, images)) for images in rendered.images], dtype=np.int64)
     encoded = _encoded(rendered.prompts, errors)
@@ -297,11 +309,15 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
         pa.array(adapters, pa.string()),
         pa.array(dropped, pa.bool_()),
         pa.array([list(map(_image, images)) or None for images in rendered.images], pa.list_(_IMAGE)),
+        _inputs(inputs, spec.step_columns),
     ]
     del encoded
     rendered.images.clear()
     kept = inputs.select(list(spec.kept))
-    whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *OWN_FIELDS])).combine_chunks()
+    fields = [
+        field if field.type == column.type else field.with_type(column.type) for field, column in zip(OWN_FIELDS, own)
+    ]
+    whole = pa.Table.from_arrays([*kept.columns, *own], schema=pa.schema([*kept.schema, *fields])).combine_chunks()
     return _RenderedStretch(whole, cut)
 
 
@@ -313,6 +329,13 @@ def _drop(inputs: pa.Table, when: Condition | None, rendered: Rendered) -> list[
     for i in np.flatnonzero(dropped):
         rendered.errors[i], rendered.messages[i], rendered.images[i] = _DROPPED, None, []
     return dropped
+
+
+def _inputs(inputs: pa.Table, names: tuple[str, ...]) -> pa.Array | pa.ChunkedArray:
+    """Return the column `_inputs`."""
+    if not names:
+        return pa.nulls(inputs.num_rows)
+    return pa.chunked_array([batch.to_struct_array() for batch in inputs.select(list(names)).to_batches()])
 
 
 def _image_tokens(image: bytes | str) -> int:

@@ -177,7 +177,7 @@ def _adapter_bytes(config: "ModelConfig", setup: Setup) -> int:
     from pipeline.model.lora import read_adapter
 
     total = 0
-    for name, path in setup.job.model.used_adapters.items() if setup.job is not None else ():
+    for name, path in setup.job.used_adapters.items() if setup.job is not None else ():
         with suppress(ModelError):
             folder = adapter_here(path, name)
             layers = [] if folder is None else read_adapter(folder, config)

@@ -164,8 +164,10 @@ class EndpointEngine:
         as_ids = request.prompt_token_ids and all(client.accepts_ids for client in self._up)
         if request.control_token and not as_ids and not self._config.allow_control_tokens:
             self._finished.append(failed(request, RowError.CONTROL_TOKENS, _control_message(request)))
+        elif request.images:
+            self._undecoded.append(_WaitingRow(request, now_us()))
         else:
-            (self._undecoded if request.images else self._rows).append(_WaitingRow(request, now_us()))
+            (self._rows.appendleft if request.is_follow_up else self._rows.append)(_WaitingRow(request, now_us()))
 
     def step(self) -> list[Completion]:
         """Return the rows that ended within a moment. If there are none, raises EnvironmentFailed if no server works,

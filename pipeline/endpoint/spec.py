@@ -102,7 +102,8 @@ class EndpointRequest:
     """One row to send. body: the request without the model's name, with the prompt as text. prompt_token_ids: the same
     prompt as tokens, for servers that accept them; empty if unknown. control_token: a control token that the server
     would parse in the text; empty if there is none. images: the files that the body's parts refer to, in their order:
-    their content, or a path or url."""
+    their content, or a path or url. is_follow_up: sent before waiting requests, while the server may still cache the
+    prompt that it continues."""
 
     row_id: object
     body: Mapping[str, Any]
@@ -111,6 +112,7 @@ class EndpointRequest:
     control_token: str = ""
     images: tuple[bytes | str, ...] = field(default=(), repr=False)
     quality: None = None
+    is_follow_up: bool = False
 
 
 def base_url(url: str) -> tuple[str, str]:

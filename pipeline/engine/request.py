@@ -18,7 +18,8 @@ class QualitySample:
 class Request:
     """One prompt to complete. `row_id` belongs to the caller and is returned unchanged on the completion. task: a task
     instead of a completion; nothing is generated then, and `params` are ignored. adapter: a name from
-    `EngineConfig.adapters`; None: the base model."""
+    `EngineConfig.adapters`; None: the base model. is_follow_up: computed before waiting requests, while the prompt that
+    it continues is still cached."""
 
     row_id: object
     prompt_token_ids: list[int]
@@ -26,6 +27,7 @@ class Request:
     quality: QualitySample | None = None
     task: Task | None = None
     adapter: str | None = None
+    is_follow_up: bool = False
 
     @property
     def max_tokens(self) -> int:

@@ -64,6 +64,8 @@ def complete(
     for key, condition in (("input.when", config.input.when), ("output.accept", config.output.accept)):
         if condition is not None:
             raise ConfigError(f"{key}: is supported only in jobs; here every prompt is completed and shown. Remove it")
+    if config.steps:
+        raise ConfigError("steps: are supported only in jobs; here prompts are completed")
     if config.task.type != "generate":
         raise ConfigError(f"task: {config.task.type} is supported only in jobs; here prompts are completed")
     log(f"loading {shown_url(config.model.path)}" if config.server is None else "connecting to the server")

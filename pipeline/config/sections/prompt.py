@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.jobfile import Document, read_named
+from pipeline.config.jobfile import Document, of_each_prompt, read_named
 from pipeline.config.values import IDENTITY, Column, Columns, ConfigSection, Moment, Switch
 from pipeline.errors import ConfigError
 
@@ -25,14 +25,12 @@ _TEMPLATE_FORMS = [
 def with_template_file(document: Document, folder: Path) -> Document:
     """Return `document` with `template: {file: PATH}` replaced by the text of that file, so that the job's identity
     contains it. A relative path starts at `folder`; the last line break is dropped. Raises JobFileError."""
-    prompt = document.data.get("prompt")
-    given = prompt.get("template") if isinstance(prompt, dict) else None
-    if not isinstance(prompt, dict) or not isinstance(given, dict) or not isinstance(path := given.get("file"), str):
-        return document
-    hint = f"Relative paths start at the job file's folder, {folder.absolute()}."
-    text = read_named(document, ("prompt", "template", "file"), path, folder, hint)
-    text = text.replace("\r\n", "\n").removesuffix("\n")
-    return Document({**document.data, "prompt": {**prompt, "template": text}}, document.origins)
+    for at, given in of_each_prompt(document, ("prompt", "template")):
+        if isinstance(given, dict) and isinstance(path := given.get("file"), str):
+            hint = f"Relative paths start at the job file's folder, {folder.absolute()}."
+            text = read_named(document, (*at, "file"), path, folder, hint)
+            document = document.replaced(at, text.replace("\r\n", "\n").removesuffix("\n"))
+    return document
 
 
 class ChatSection(ConfigSection):
@@ -113,6 +111,13 @@ class PromptSection(ConfigSection):
         examples=[{"system": "Answer with one word."}, True],
         json_schema_extra=IDENTITY,
     )
+    continues_chat: Switch = Field(
+        default=False,
+        description="Only in steps: send the text as the user's next turn of the row's chat, after the first prompt, "
+        "its answer, and earlier steps that continue the chat.",
+        examples=[True],
+        json_schema_extra=IDENTITY,
+    )
     fill_null: dict[str, str] = Field(
         default={},
         description="Texts that replace nulls, by the name in the template or by the column. Other nulls make the row "
@@ -182,4 +187,5 @@ class PromptSection(ConfigSection):
             defaults=self.fill_null,
             in_pieces=self.special_tokens == "template",
             images=self.images,
+            is_turn=self.continues_chat,
         )

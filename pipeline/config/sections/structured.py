@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
-from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value, read_named
+from pipeline.config.jobfile import Document, JobFileError, KeyPath, Mistake, Value, dotted, of_each_prompt, read_named
 from pipeline.config.values import FromColumn
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.errors import ConfigError
@@ -56,18 +56,17 @@ def _written(value: StructuredOutputs | StructuredFromColumn | None) -> dict[str
 
 def with_schema_file(document: Document) -> Document:
     """Return `document` with `json_file` replaced by the schema in that file. Raises JobFileError."""
-    sampling = document.data.get("sampling")
-    given = sampling.get("structured_outputs") if isinstance(sampling, dict) else None
-    if not isinstance(sampling, dict) or not isinstance(given, dict) or given.get("json_file") is None:
-        return document
-    key_path = (*KEY_PATH, "json_file")
-    if given.get("json") is not None:
-        raise _mistake(document, key_path, "json and json_file are both set", "Keep one of the two.")
-    schema = _read_schema(document, key_path, given["json_file"])
-    rest: dict[str, Value] = {key: value for key, value in given.items() if key != "json_file"}
-    data: dict[str, Value] = dict(document.data)
-    data["sampling"] = {**sampling, "structured_outputs": {**rest, "json": schema}}
-    return Document(data, document.origins | {(*KEY_PATH, "json"): document.location(key_path)})
+    for at, given in of_each_prompt(document, KEY_PATH):
+        if not isinstance(given, dict) or given.get("json_file") is None:
+            continue
+        key_path = (*at, "json_file")
+        if given.get("json") is not None:
+            raise _mistake(document, key_path, "json and json_file are both set", "Keep one of the two.")
+        schema = _read_schema(document, key_path, given["json_file"])
+        rest: dict[str, Value] = {key: value for key, value in given.items() if key != "json_file"}
+        document = document.replaced(at, {**rest, "json": schema})
+        document = Document(document.data, document.origins | {(*at, "json"): document.location(key_path)})
+    return document
 
 
 def _read_schema(document: Document, key_path: KeyPath, path: object) -> Value:
@@ -81,7 +80,7 @@ def _read_schema(document: Document, key_path: KeyPath, path: object) -> Value:
 
 
 def _mistake(document: Document, key_path: KeyPath, problem: str, hint: str = "") -> JobFileError:
-    return JobFileError([Mistake(document.location(key_path), ".".join(map(str, key_path)), problem, hint)])
+    return JobFileError([Mistake(document.location(key_path), dotted(key_path), problem, hint)])
 
 
 _COLUMN = FromColumn.model_json_schema()

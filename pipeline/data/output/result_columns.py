@@ -77,8 +77,8 @@ class ResultShape:
 
     samples: "lists" makes the columns of SAMPLED lists, "rows" adds SAMPLE_FIELD. reasoning: completions are split into
     reasoning and answer. tool_calls: the model may call tools. task_fields: columns of a job that does not generate;
-    they replace OF_COMPLETIONS and exclude the other options. dropped_by: the job has a condition; that column is the
-    last one.
+    they replace OF_COMPLETIONS and exclude the other options. steps: columns of the job's steps. dropped_by: the job
+    has a condition; that column is the last one.
     """
 
     samples: SampleForm = "one"
@@ -87,6 +87,7 @@ class ResultShape:
     reasoning: bool = False
     tool_calls: bool = False
     task_fields: tuple[pa.Field, ...] | None = None
+    steps: tuple[pa.Field, ...] = ()
     dropped_by: bool = False
 
     def fields(self) -> list[pa.Field]:
@@ -101,10 +102,17 @@ class ResultShape:
             **dict.fromkeys(REASONING_FIELDS, self.reasoning),
             TOOL_CALLS_FIELD: self.tool_calls,
         }
-        fields = [*RESULT_FIELDS, *(f for f, is_included in more.items() if is_included), *dropped]
+        fields = [*RESULT_FIELDS, *(f for f, is_included in more.items() if is_included), *self.steps, *dropped]
         if self.samples == "lists":
             return [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
         return fields
+
+
+def step_field(name: str, shape: ResultShape) -> pa.Field:
+    """Return the column of a step: a struct of its result columns and the number of its requests, null for rows that
+    skipped it. Tokens are those of all its requests, the other values those of the last one."""
+    fields = [f for f in shape.fields() if f.name not in ("source_file", "source_row")]
+    return pa.field(name, pa.struct([*fields, pa.field("attempts", pa.int32())]))
 
 
 def output_schema(kept: pa.Schema, rename: Mapping[str, str], shape: ResultShape = ResultShape()) -> pa.Schema:

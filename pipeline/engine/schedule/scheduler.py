@@ -96,8 +96,8 @@ class Scheduler:
             )
         elif self.table.pages.num_pages(known + sequence.generates) > self.pool.num_blocks:
             self._fail_too_long(sequence)
-        elif sequence.is_compared:
-            self.waiting.appendleft(sequence)  # a finished row waits for it, and its prompt is still cached
+        elif sequence.is_compared or sequence.request.is_follow_up:
+            self.waiting.appendleft(sequence)  # its row waits for it, and the row's prompt is still cached
         else:
             self.waiting.append(sequence)
 

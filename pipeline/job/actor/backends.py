@@ -27,18 +27,19 @@ class OwnEngine:
     engine: str = "pipeline.engine.engine:Engine"
     tokenizer: str = TOKENIZER
 
-    def open(self, spec: WorkSpec, retries: RetryCounts) -> tuple[ChildSpec, Callable[[], RowReader]]:
+    def open(self, spec: WorkSpec, retries: RetryCounts) -> tuple[ChildSpec, Callable[[], list[RowReader]]]:
         (config, reference), job = _configs_here(spec, retries), spec.job
         # Ray sets OMP_NUM_THREADS to its own count of cores; set the engine's instead.
         threads = {f"{library}_NUM_THREADS": str(config.num_threads) for library in ("OMP", "MKL", "NUMBA")}
         run = job.config.run
         child = ChildSpec(self.engine, config, run.step_timeout_s, run.load_timeout_s, threads, reference)
 
-        def reader() -> RowReader:
+        def readers() -> list[RowReader]:
             tokenizer = load_factory(self.tokenizer)(config.model, job.chat_template)
-            return job.tokenize(tokenizer, spec.date, quality_sample=job.config.quality.sample)
+            first = job.tokenize(tokenizer, spec.date, quality_sample=job.config.quality.sample)
+            return [first, *(step.tokenize(tokenizer, spec.date) for step in job.steps)]
 
-        return child, reader
+        return child, readers
 
     def resuming(self, resolved: Mapping[str, Any]) -> "OwnEngine":
         return self
@@ -52,21 +53,21 @@ class EndpointBackend:
     model: str | None = None
     version: str = ""
 
-    def open(self, spec: WorkSpec, retries: RetryCounts) -> tuple[ChildSpec, Callable[[], RowReader]]:
+    def open(self, spec: WorkSpec, retries: RetryCounts) -> tuple[ChildSpec, Callable[[], list[RowReader]]]:
         assert isinstance(spec.engine, EndpointConfig)
         config = replace(spec.engine, expected_model=self.model, expected_version=self.version)
         job, run = spec.job, spec.job.config.run
         # Until the server is ready, `start_timeout` of the backend decides.
         child = ChildSpec(self.engine, config, run.step_timeout_s, max(run.load_timeout_s, 2 * config.start_timeout_s))
 
-        def reader() -> RowReader:
+        def readers() -> list[RowReader]:
             tokenizer, model = None, job.config.model
             if model.path != NO_CHECKPOINT:
                 folder = resolve_tokenizer(model.path, job.config.storage_options, retries, model.revision)
                 tokenizer = load_factory(TOKENIZER)(str(folder), job.chat_template)
-            return job.endpoint_rows(config.route, tokenizer, spec.date)
+            return [prompt.endpoint_rows(config.route, tokenizer, spec.date) for prompt in job.prompts]
 
-        return child, reader
+        return child, readers
 
     def resuming(self, resolved: Mapping[str, Any]) -> "EndpointBackend":
         return replace(self, model=resolved.get("model"), version=str(resolved.get("server", "")))

@@ -11,6 +11,7 @@ from typing import Any
 from pipeline.data.output.parts import PartStore
 from pipeline.data.units import Unit
 from pipeline.engine.completion import Completion, RowQuality
+from pipeline.job.actor.steps import RowOfSteps, StepRun
 from pipeline.job.actor.tasks import of_plain, to_plain, token_logprobs
 
 FOLDER = "_pipeline/partial"
@@ -30,7 +31,7 @@ class PartialUnits:
         kept = {tuple(row["row_id"]): row for row in self._kept(unit)}
         for done in completions:
             row_id = row_ids[done.row_id]  # type: ignore[index]
-            kept[row_id] = {**asdict(done), "result": to_plain(done.result), "row_id": row_id}
+            kept[row_id] = {**_raw(done), "row_id": row_id}
         body = {"format": FORMAT, "rows": list(kept.values())}
         self._store.folder.replace(self._name(unit), json.dumps(body).encode())
 
@@ -71,7 +72,16 @@ def remove_all(store: PartStore) -> None:
         store.folder.remove(f"{FOLDER}/{name}")
 
 
+def _raw(done: Completion) -> dict[str, Any]:
+    if isinstance(done, RowOfSteps):  # its other fields follow from its requests
+        return {"runs": [{**vars(run), "completion": _raw(run.completion)} for run in done.runs]}
+    return {**asdict(done), "result": to_plain(done.result)}
+
+
 def _completion(raw: dict[str, Any], row_id: int) -> Completion:
+    if "runs" in raw:
+        runs = [StepRun(**{**run, "completion": _completion(run["completion"], row_id)}) for run in raw["runs"]]
+        return RowOfSteps.of_runs(row_id, runs)
     quality, samples = raw.get("quality"), raw.get("samples", ())
     logprobs, of_prompt = (
         None if found is None else [token_logprobs(t) for t in found]

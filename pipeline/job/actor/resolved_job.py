@@ -14,9 +14,10 @@ from pipeline.config import FromColumn, JobConfig
 from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.sampling import DEFAULT_MAX_TOKENS, SamplingSection
+from pipeline.config.sections.steps import StepSection
 from pipeline.config.sections.structured import StructuredFromColumn
 from pipeline.config.sections.task import TaskSection
-from pipeline.data.output.result_columns import ResultShape
+from pipeline.data.output.result_columns import ResultShape, step_field
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.request_row import PARAMETERS, REFUSED
 from pipeline.data.row_adapters import RowAdapters
@@ -34,23 +35,67 @@ from pipeline.job.actor.tokenize import Chat, RowTokenizer, Tokenize, chat_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResolvedJob:
-    """A resolved job. `config` is the job file as written. The sections `prompt`, `sampling` and `task_section` replace
-    its own and include the values of the input's lines and of the checkpoint."""
+class ResolvedPrompt:
+    """A resolved prompt of each row: the job's first, or that of a step. `config` is the job file as written. The
+    sections `prompt`, `sampling` and `task_section` include the values of the input's lines and of the checkpoint."""
 
     config: JobConfig
     prompt: PromptSection
     sampling: SamplingSection
     task_section: TaskSection
+    task: JobTask | None  # None: generate text
+    params: SamplingParams  # defaults of rows without values of their own
+    units: UnitSpec  # rules for rendering rows and cutting units
+    results: ResultShape  # the output's columns, without the kept ones
+
+    @property
+    def author(self) -> AuthorTexts:
+        """Texts that the job file itself puts into prompts."""
+        return author_texts(self.units.prompt, self.prompt)
+
+    def chat(self, now: datetime | None) -> Chat | None:
+        """Return the chat settings, or None if prompts are sent as they are. now: the date, if the job file has
+        none."""
+        return chat_of(self.prompt, self.task_section.type, now)
+
+    def tokenize(self, tokenizer: RowTokenizer, now: datetime | None, *, quality_sample: float = 0.0) -> Tokenize:
+        """Return the function that turns a unit's rows into requests of our own engine. now: see `chat`.
+        quality_sample: share of rows to compare with the reference model."""
+        chat, config = self.chat(now), self.config
+        return Tokenize(tokenizer, self.params, config.seed, chat, quality_sample, self.task, self.author)
+
+    def endpoint_rows(self, route: Route, tokenizer: RowTokenizer | None, now: datetime | None) -> EndpointRows:
+        """Return the function that turns a unit's rows into requests to a server. tokenizer: counts prompt tokens, if
+        the model is on this machine. now: see `chat`."""
+        return EndpointRows(route, tokenizer, self.params, self.config.seed, self.chat(now), self.task, self.author)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedStep(ResolvedPrompt):
+    """A resolved step. `results` are the fields of its column in the output."""
+
+    section: StepSection
+
+    @property
+    def field(self) -> pa.Field:
+        """The step's column in the output."""
+        return step_field(self.section.name, self.results)
+
+    def chat(self, now: datetime | None) -> Chat | None:
+        chat = super().chat(now)
+        return chat and replace(chat, from_messages=chat.from_messages or self.prompt.continues_chat)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedJob(ResolvedPrompt):
+    """A resolved job."""
+
+    steps: tuple[ResolvedStep, ...] = ()
     model: Path | None  # the folder of the checkpoint on this machine; None: only a server knows the model
     draft: Path | None
     adapters: Mapping[str, Path]  # folders of the adapters that rows may use, by name
     reference: Path | None  # folder of the reference model of quality.sample
     chat_template: str | None  # the text of prompt.chat.chat_template; None: the checkpoint's own, or none
-    task: JobTask | None  # None: generate text
-    params: SamplingParams  # defaults of rows without values of their own
-    units: UnitSpec  # rules for rendering rows and cutting units
-    results: ResultShape  # the output's columns, without the kept ones
 
     @property
     def checkpoint(self) -> Path:
@@ -71,14 +116,9 @@ class ResolvedJob:
         return replace(self.units, kept=())
 
     @property
-    def author(self) -> AuthorTexts:
-        """Texts that the job file itself puts into prompts."""
-        return author_texts(self.units.prompt, self.prompt)
-
-    def chat(self, now: datetime | None) -> Chat | None:
-        """Return the chat settings, or None if prompts are sent as they are. now: the date, if the job file has
-        none."""
-        return chat_of(self.prompt, self.task_section.type, now)
+    def prompts(self) -> tuple[ResolvedPrompt, ...]:
+        """The job's first prompt, and those of its steps."""
+        return self, *self.steps
 
     def engine_config(self, num_threads: int | None = None) -> EngineConfig:
         """Return the config of this project's engine."""
@@ -99,17 +139,6 @@ class ResolvedJob:
             images=self.config.images.options(),
             storage_options=self.config.storage_options,
         )
-
-    def tokenize(self, tokenizer: RowTokenizer, now: datetime | None, *, quality_sample: float = 0.0) -> Tokenize:
-        """Return the function that turns a unit's rows into requests of our own engine. now: see `chat`.
-        quality_sample: share of rows to compare with the reference model."""
-        chat, config = self.chat(now), self.config
-        return Tokenize(tokenizer, self.params, config.seed, chat, quality_sample, self.task, self.author)
-
-    def endpoint_rows(self, route: Route, tokenizer: RowTokenizer | None, now: datetime | None) -> EndpointRows:
-        """Return the function that turns a unit's rows into requests to a server. tokenizer: counts prompt tokens, if
-        the model is on this machine. now: see `chat`."""
-        return EndpointRows(route, tokenizer, self.params, self.config.seed, self.chat(now), self.task, self.author)
 
 
 def sampling_params(sampling: SamplingSection) -> SamplingParams:
@@ -153,9 +182,13 @@ def prompt_spec(config: JobConfig, prompt: PromptSection) -> PromptSpec:
 
 
 def result_shape(
-    config: JobConfig, sampling: SamplingSection, task_fields: tuple[pa.Field, ...] | None = None
+    config: JobConfig,
+    sampling: SamplingSection,
+    task_fields: tuple[pa.Field, ...] | None = None,
+    steps: tuple[pa.Field, ...] = (),
 ) -> ResultShape:
-    """Return the shape of the result columns. task_fields: result columns of a task; None for generation."""
+    """Return the shape of the result columns. task_fields: result columns of a task; None for generation. steps: their
+    columns."""
     of_requests = config.input.has_requests and config.task.type == "generate"
     return ResultShape(
         "rows" if config.output.samples_as == "rows" else "one" if sampling.n == 1 else "lists",
@@ -165,14 +198,21 @@ def result_shape(
         tool_calls=config.server is not None and config.server.config().has_tools,
         task_fields=task_fields,
         dropped_by=config.input.when is not None or config.output.accept is not None,
+        steps=steps,
     )
 
 
 def unit_spec(
-    config: JobConfig, prompt: PromptSpec, texts: RowTexts | None, params: SamplingParams, kept: tuple[str, ...]
+    config: JobConfig,
+    prompt: PromptSpec,
+    texts: RowTexts | None,
+    params: SamplingParams,
+    kept: tuple[str, ...],
+    step_columns: tuple[str, ...] = (),
+    step_tokens: int = 0,
 ) -> UnitSpec:
     """Return the rule that renders rows and cuts them into units. texts: additional texts of rows. kept: input columns
-    to keep."""
+    to keep. step_columns, step_tokens: see `UnitSpec`."""
     return UnitSpec(
         prompt,
         kept,
@@ -185,4 +225,6 @@ def unit_spec(
         adapters=row_adapters(config.model),
         when=config.input.condition,
         max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # most full windows fit in one stretch
+        step_columns=step_columns,
+        step_tokens=step_tokens,
     )

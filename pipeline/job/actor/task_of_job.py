@@ -5,7 +5,7 @@ from typing import Literal
 
 from pipeline.checkpoints.file_checks import read_json
 from pipeline.checkpoints.pooling import read_pooling
-from pipeline.config import FromColumn, JobConfig
+from pipeline.config import FromColumn
 from pipeline.config.sections.task import TaskSection
 from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError
@@ -18,9 +18,8 @@ _BY_PROBLEM_TYPE: dict[object, Activation] = {
 }
 
 
-def plain_task(config: JobConfig) -> JobTask | None:
-    """Return the task of a job whose columns depend on its file alone; None if it generates text."""
-    task = config.task
+def plain_task(task: TaskSection) -> JobTask | None:
+    """Return the task of a section whose columns depend on the job file alone; None if it generates text."""
     if task.type == "choice":
         labels = task.labels
         return ChoiceTask(None if isinstance(labels, FromColumn) else labels)

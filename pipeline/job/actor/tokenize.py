@@ -97,6 +97,11 @@ def row_seed(job_seed: int, source_file: str, source_row: int) -> int:
     return _hash_of(f"{job_seed}\0{source_file}\0{source_row}")
 
 
+def step_seed(job_seed: int, source_file: str, source_row: int, step: str, attempt: int) -> int:
+    """Return the 63-bit seed of a row's request for a step after the first prompt. attempt: from 0."""
+    return _hash_of(f"{job_seed}\0{source_file}\0{source_row}\0{step}\0{attempt}")
+
+
 def is_sampled(share: float, job_seed: int, source_file: str, source_row: int) -> bool:
     """Return whether a row is compared with a reference model. The choice is the same in every run, and a larger share
     adds rows without dropping any."""

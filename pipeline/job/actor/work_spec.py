@@ -39,9 +39,9 @@ class RowReader(Protocol):
 class Backend(Protocol):
     """Source of completions: this project's engine, or a server. Picklable."""
 
-    def open(self, spec: "WorkSpec", retries: RetryCounts) -> tuple[ChildSpec, Callable[[], RowReader]]:
-        """Return the engine process to start, and a function that makes the reader of rows meanwhile. retries: counts
-        retried requests to stores."""
+    def open(self, spec: "WorkSpec", retries: RetryCounts) -> tuple[ChildSpec, Callable[[], list[RowReader]]]:
+        """Return the engine process to start, and a function that meanwhile makes the readers of rows, one for each of
+        the job's prompts. retries: counts retried requests to stores."""
         ...
 
     def resuming(self, resolved: Mapping[str, Any]) -> "Backend":

@@ -27,12 +27,14 @@ from pipeline.job.actor.copies import copied, first_equal_rows
 from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.resolved_numerics import agree
+from pipeline.job.actor.steps import RowsOfSteps
 from pipeline.job.actor.work_spec import WorkSpec
 from pipeline.job.actor.write import PartWriter, row_stats
 from pipeline.job.process.supervisor import Supervisor, computed
 from pipeline.job.telemetry.actor_state import ActorState
 from pipeline.job.telemetry.logs import LogFolder, engine_log
 from pipeline.job.telemetry.unit_summary import UnitSummary
+from pipeline.report.record.row_stats import Computed
 from pipeline.report.record.run_record import ActorRecord
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.retries import RetryCounts
@@ -51,16 +53,21 @@ class Worker:
         config = spec.job.config
         storage = storage_for(spec.output, config.storage_options)
         store = self._store = PartStore(spec.output, storage, self._retries)
-        launch, make_reader = spec.backend.open(spec, self._retries)
+        launch, make_readers = spec.backend.open(spec, self._retries)
         logs = LogFolder(store, spec.run_id)
         self._log = logs.log(engine_log(actor), spec.log_level)
         self._supervisor = Supervisor(
             launch, birth_us, self._log, logs.shown(engine_log(actor)), check=partial(agree, store)
         )
-        self._read = make_reader()
+        self._readers = make_readers()
+        self._read = self._readers[0]
+        self._job = spec.job
         self._image_room = ByteRoom(MAX_IMAGE_BYTES)
-        self._copies_rows = config.run.copy_equal_rows
         self._extra_body = spec.engine.extra_body if isinstance(spec.engine, EndpointConfig) else {}
+        self._copies_rows = config.run.copy_equal_rows and all(
+            step.task is not None or self._extra_body.get("temperature", step.params.temperature) == 0
+            for step in spec.job.steps
+        )
         self._retried_limits = spec.retried_limits
         self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint, self.note)
@@ -117,12 +124,12 @@ class Worker:
         wanted = {request.row_id for request in requests}
         # rows of a stopped run, except those that cannot be read any more
         kept = [completion for completion in self._partial.load(unit) if completion.row_id in wanted]
-        generated, copies = self._complete(unit, requests, kept)
-        rows = kept + generated + copies
+        done, copies, unfinished = self._complete(unit, requests, kept)
+        rows = done + copies
         if self._sample or len(rows) < len(requests):
-            if kept + generated:
-                self._partial.save(unit, kept + generated)
-                self._add(kept_tokens=computed(generated))
+            if done + unfinished:
+                self._partial.save(unit, done + unfinished)
+                self._add(kept_tokens=_new_tokens(done + unfinished, kept))
             if len(rows) == len(requests):
                 return self._sampled(unit, failed + rows)
             self._supervisor.raise_failure()
@@ -132,32 +139,43 @@ class Worker:
         summary = replace(summary, row_stats=stats)
         if kept:
             self._partial.remove(unit)
-        self._count(summary, kept, generated)
+        self._count(summary, kept, done)
         return summary
 
     def _complete(
         self, unit: Unit, requests: Sequence[Request | EndpointRequest], kept: list[Completion]
-    ) -> tuple[list[Completion], list[Completion]]:
-        """Return the completions that were computed, and the copies of these and of `kept` for equal rows. An error is
-        not copied: the rows equal to its row are computed too."""
+    ) -> tuple[list[Completion], list[Completion], list[Completion]]:
+        """Return the finished completions, with those of `kept`, their copies for equal rows, and with steps what is
+        known of rows that have begun. An error is not copied: the rows equal to its row are computed too."""
         first = first_equal_rows(unit, requests, self._extra_body) if self._copies_rows else {}
-        done = {completion.row_id: completion for completion in kept}
-        generated = self._generate([r for r in requests if r.row_id not in done and r.row_id not in first])
-        done |= {completion.row_id: completion for completion in generated}
-        errors = {completion.row_id for completion in done.values() if completion.error is not None}
-        after = self._generate([r for r in requests if r.row_id not in done and first.get(r.row_id) in errors])
+        known = {completion.row_id for completion in kept}
+        wanted = [r for r in requests if r.row_id in known or r.row_id not in first]
+        finished, unfinished = self._generate(unit, wanted, kept)
+        done = {completion.row_id: completion for completion in finished}
+        errors = {completion.row_id for completion in finished if completion.error is not None}
+        again = [r for r in requests if r.row_id not in known and first.get(r.row_id) in errors]
+        after, unfinished_after = self._generate(unit, again, [])
         done |= {completion.row_id: completion for completion in after}
         copies = [
             copied(done[earlier], row_id)
             for row_id, earlier in first.items()
             if row_id not in done and earlier in done and earlier not in errors
         ]
-        return generated + after, copies
+        return finished + after, copies, unfinished + unfinished_after
 
-    def _generate(self, requests: Sequence[Request | EndpointRequest]) -> list[Completion]:
-        """Return the completions of `requests` after their final check, which runs here to save engine time."""
+    def _generate(
+        self, unit: Unit, requests: Sequence[Request | EndpointRequest], kept: list[Completion]
+    ) -> tuple[list[Completion], list[Completion]]:
+        """Return the completions of `requests` after their final check, which runs here to save engine time, and what
+        is known of rows between two steps. kept: results of an earlier run for some of them."""
+        if self._job.steps:
+            rows = RowsOfSteps(self._job, self._readers, unit, kept)
+            self._supervisor.generate_steps(rows.begin(requests), rows)
+            return list(rows.finished()), list(rows.unfinished())
+        known = {completion.row_id for completion in kept}
         params = {request.row_id: request.params for request in requests}
-        return [checked(done, params[done.row_id]) for done in self._supervisor.generate(requests)]
+        generated = self._supervisor.generate([r for r in requests if r.row_id not in known])
+        return kept + [checked(done, params[done.row_id]) for done in generated], []
 
     def _sampled(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         errors = {done.row_id for done in completions if done.error == RowError.INVALID_MESSAGES}
@@ -179,19 +197,19 @@ class Worker:
         if again is None or again.num_rows == 0:
             return UnitSummary(unit.window, unit.index, totals, found=True)
         requests, failed = self._read(again)
-        generated, copies = self._complete(again, requests, [])
-        if len(generated) + len(copies) < len(requests):
+        done, copies, _ = self._complete(again, requests, [])
+        if len(done) + len(copies) < len(requests):
             self._supervisor.raise_failure()
             return None
-        summary = self._write.again(again, failed + generated + copies, name, part)
-        self._count(summary, [], generated)
+        summary = self._write.again(again, failed + done + copies, name, part)
+        self._count(summary, [], done)
         return summary
 
-    def _count(self, summary: UnitSummary, kept: list[Completion], generated: list[Completion]) -> None:
-        """Count the work for a unit: `kept` comes from an earlier run, `generated` from this actor."""
+    def _count(self, summary: UnitSummary, kept: list[Completion], done: list[Completion]) -> None:
+        """Count the work for a unit's rows `done`. kept: of these, what comes from an earlier run."""
         if summary.written:
             self._add(
-                delivered_tokens=computed(generated),
+                delivered_tokens=_new_tokens(done, kept),
                 resumed_rows=len(kept),
                 resumed_generated_tokens=computed(kept).generated,
             )
@@ -241,3 +259,9 @@ class Worker:
     def close(self) -> None:
         self._supervisor.close()
         self._log.close()
+
+
+def _new_tokens(rows: list[Completion], kept: list[Completion]) -> Computed:
+    """Return the tokens that this actor computed for rows. kept: of these, what comes from an earlier run."""
+    failed = {row.row_id for row in rows if row.error is not None} if kept else set()
+    return computed(rows).less(computed(row for row in kept if row.row_id not in failed))

@@ -23,6 +23,7 @@ from pipeline.data.units import Unit
 from pipeline.engine.completion import Completion, RowQuality
 from pipeline.errors import PipelineError
 from pipeline.job.actor.error_rows import patched
+from pipeline.job.actor.steps import RowOfSteps
 from pipeline.job.actor.tasks import JobTask, plain_logprobs
 from pipeline.job.telemetry.unit_summary import UnitSummary
 from pipeline.report.record.quality_stats import QualityStats
@@ -168,6 +169,8 @@ class PartWriter:
             columns.append([one.num_thought_tokens for one in each])
         if self._results.tool_calls:
             columns.append([self._own(one, lambda sample: sample.tool_calls) for one in each])
+        for step in self._results.steps:
+            columns.append([c.columns.get(step.name) if isinstance(c, RowOfSteps) else None for c in done])
         schema = output_schema(kept.schema, self._rename, self._results)
         results = [
             c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)
@@ -203,7 +206,12 @@ class PartWriter:
         """Return the columns of completions, or those of the task instead."""
         if self._task is not None:
             return self._task.columns(done, unit.own("_texts").to_pylist())
-        return [[self._own(c, lambda one: one.text) for c in done], [self._finish_reason(c) for c in done]]
+        return [[self._text(c) for c in done], [self._finish_reason(c) for c in done]]
+
+    def _text(self, completion: Completion) -> str | list[str] | None:
+        if isinstance(completion, RowOfSteps):
+            return completion.draft  # also if a later step failed
+        return self._own(completion, lambda one: one.text)
 
 
 def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:

@@ -25,7 +25,7 @@ from pipeline.data.columns import is_list, is_text
 from pipeline.data.conditions import Condition
 from pipeline.data.files.listing import would_find
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import ResultShape, output_schema, without_dropped_by
+from pipeline.data.output.result_columns import ResultShape, output_schema, step_field, without_dropped_by
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
@@ -36,6 +36,7 @@ from pipeline.engine.tasks import Embed
 from pipeline.errors import ConfigError, PipelineError
 from pipeline.job.actor.resolved_job import (
     ResolvedJob,
+    ResolvedStep,
     prompt_spec,
     result_shape,
     sampling_columns,
@@ -57,6 +58,7 @@ from pipeline.job.planning.checkpoint_values import (
 from pipeline.job.planning.locate import Fetched, Locate, Log, NotKnown, OnThisMachine
 from pipeline.job.planning.reference_model import KEY as REFERENCE
 from pipeline.job.planning.reference_model import check_own, check_same_tokens
+from pipeline.job.planning.step_prompts import StepPrompt, max_new_tokens, resolved_steps, step_prompts
 from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
@@ -102,6 +104,8 @@ class Resolution:
     spec: PromptSpec
     texts: RowTexts | None  # texts of rows besides their prompts
     kept: tuple[str, ...]  # input columns in the output
+    step_prompts: tuple[StepPrompt, ...]
+    steps: tuple[ResolvedStep, ...]
     model: Path | None
     draft: Path | None
     adapters: Mapping[str, Path]
@@ -171,6 +175,7 @@ class Resolution:
             params=self.params,
             units=self.units,
             results=self.results,
+            steps=self.steps,
         )
 
     def _storage(self, path: str) -> dict[str, Any]:
@@ -289,6 +294,21 @@ class Resolution:
             self.kept = kept
         yield from failed
 
+    def prompts_of_steps(self) -> Iterator[PipelineError]:
+        """Check what the prompts of steps refer to."""
+        if not self.config.steps:
+            self.step_prompts = ()
+            return
+        found = list(step_prompts(self.config, self.table.schema, self.table.every_column))
+        prompts = [one for one in found if isinstance(one, StepPrompt)]
+        self.table.check_columns(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+        if len(prompts) == len(found):
+            self.step_prompts = tuple(prompts)
+        yield from (one for one in found if isinstance(one, PipelineError))
+
+    def resolve_steps(self) -> None:
+        self.steps = tuple(resolved_steps(self.config, self.step_prompts, self.model)) if self.config.steps else ()
+
     @property
     def _prompt_key(self) -> str:
         return next(f"prompt.{k}" for k in ("template", "column", "messages") if getattr(self.prompt, k) is not None)
@@ -316,7 +336,7 @@ class Resolution:
     def adapter_checkpoints(self) -> Iterator[PipelineError]:
         """Find the adapters that rows may use, and check that they fit the checkpoint."""
         found, failed, unknown = {}, [], False
-        for name, path in self.config.model.used_adapters.items():  # none with a server, which has the model
+        for name, path in self.config.used_adapters.items():  # none with a server, which has the model
             key = f"model.adapters.{name}"
             try:
                 found[name] = self._locate.adapter(key, path, self.config.storage_options)
@@ -379,7 +399,7 @@ class Resolution:
                 assert self.model is not None
                 self.task = classify_task(config.task.activation, self.model, shown)
             case _:
-                self.task = plain_task(config)
+                self.task = plain_task(config.task)
 
     def template(self) -> None:
         chat = self.prompt.chat
@@ -396,13 +416,17 @@ class Resolution:
 
     def rows(self) -> None:
         self.params = sampling_params(self.sampling)
-        self.units = unit_spec(self.config, self.spec, self.texts, self.params, self.kept)
+        read = dict.fromkeys(name for prompt in self.step_prompts for name in prompt.columns)
+        tokens = max_new_tokens(self.config.steps)
+        self.units = unit_spec(self.config, self.spec, self.texts, self.params, self.kept, tuple(read), tokens)
 
     def result_columns(self) -> None:
         """Determine the result columns. The task of a checkpoint that is not on this machine counts as having none."""
         task = self.task if self.knows("task") else None
         of_task = None if self.config.task.type == "generate" else () if task is None else task.fields
-        self.results = result_shape(self.config, self.sampling, of_task)
+        steps = zip(self.config.steps, self.step_prompts, strict=True)
+        columns = tuple(step_field(step.name, prompt.results) for step, prompt in steps)
+        self.results = result_shape(self.config, self.sampling, of_task, columns)
 
     def output_columns(self) -> None:
         fields = [self.source.kept.field(name) for name in self.kept]
@@ -427,6 +451,7 @@ OF_ROWS = (
     JobCheck("prompt", Resolution.prompt_spec),
     JobCheck("prompt", Resolution.row_texts),
     JobCheck("input.columns", Resolution.columns),
+    JobCheck("steps", Resolution.prompts_of_steps),
     JobCheck("model.revision", Resolution.revision),
     JobCheck("model.path", Resolution.checkpoint),
     JobCheck("model.path", Resolution.limits),
@@ -435,6 +460,7 @@ OF_ROWS = (
     JobCheck("sampling.generation_config", Resolution.sampling_values),
     JobCheck("sampling.reasoning", Resolution.reasoning),
     JobCheck("task", Resolution.row_task),
+    JobCheck("steps", Resolution.resolve_steps),
     JobCheck("prompt.chat", Resolution.template),
     JobCheck("sampling", Resolution.rows),
     JobCheck("task", Resolution.result_columns),

@@ -95,7 +95,7 @@ def _checkpoints(found: Resolution) -> dict[str, Any]:
         facts["model"]["revision"] = config.model.revision
     if config.speculation.model is not None:
         facts["draft model"] = _checkpoint(config.speculation.model)
-    if used := config.model.used_adapters:
+    if used := config.used_adapters:
         facts["adapters"] = {name: _checkpoint(path) for name, path in used.items()}
     if config.quality.sample > 0 and named is not None:
         facts["reference model"] = _checkpoint(named)

@@ -8,6 +8,7 @@ the rest continue.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.completion import Completion
@@ -19,15 +20,45 @@ MAX_CRASHES_ALONE = 2  # one end may have an outside cause: a kill by hand, or t
 MAX_POISON_ROWS = 5  # poison rows in a row without a completion between them: the engine is broken, not the rows
 
 
-class Ticket:
-    """Rows of one call of `generate`, with an event that is set when none is open."""
+class Steps(Protocol):
+    """Rows with further requests."""
 
-    def __init__(self, num_open: int) -> None:
+    @property
+    def num_ended(self) -> int: ...
+    def follow_up(self, completions: Sequence[Completion]) -> Sequence[Request | EndpointRequest]:
+        """Return the requests that follow from finished ones."""
+        ...
+
+
+class Ticket:
+    """Rows of one call of `generate`, with an event that is set when none is open. steps: its rows have further
+    requests; the event is then set for each completion too, until it is consumed."""
+
+    def __init__(self, num_open: int, steps: "Steps | None" = None) -> None:
         self.num_open = num_open
+        self.steps = steps
         self.completions: list[Completion] = []
         self.done = threading.Event()
+        self.is_released = False
         if num_open == 0:
             self.done.set()
+
+    @property
+    def num_done(self) -> int:
+        """Number of finished rows."""
+        return len(self.completions) if self.steps is None else self.steps.num_ended
+
+    @property
+    def is_open(self) -> bool:
+        """True if completions may follow, or were not consumed."""
+        return bool(self.completions) or (self.num_open > 0 and not self.is_released)
+
+    def consume(self) -> list[Completion]:
+        """Return the new completions."""
+        new, self.completions = self.completions, []
+        if self.is_open:
+            self.done.clear()
+        return new
 
 
 @dataclass
@@ -59,15 +90,24 @@ class OpenRows:
     @property
     def num_done(self) -> int:
         """Number of finished rows in open calls of `generate`."""
-        return sum(len(ticket.completions) for ticket in self._tickets())
+        return sum(ticket.num_done for ticket in self._tickets())
 
-    def add(self, requests: Sequence[Request | EndpointRequest]) -> Ticket:
-        ticket = Ticket(len(requests))
+    def add(self, requests: Sequence[Request | EndpointRequest], steps: Steps | None = None) -> Ticket:
+        """Open a call. steps: see `Ticket`."""
+        ticket = Ticket(len(requests), steps)
+        self._open(requests, ticket)
+        return ticket
+
+    def add_follow_ups(self, requests: Sequence[Request | EndpointRequest], ticket: Ticket) -> None:
+        """Add requests to an open call."""
+        ticket.num_open += len(requests)
+        self._open(requests, ticket)
+
+    def _open(self, requests: Sequence[Request | EndpointRequest], ticket: Ticket) -> None:
         for key, request in enumerate(requests, self._next_key):
             self._rows[key] = _OpenRow(replace(request, row_id=key), request.row_id, ticket)
             self._waiting.append(key)
         self._next_key += len(requests)
-        return ticket
 
     def admit(self) -> tuple[Request | EndpointRequest, ...]:
         """Return the requests to send now: the group under test alone, or all waiting rows."""
@@ -107,6 +147,7 @@ class OpenRows:
     def release(self) -> None:
         """Return all open calls of `generate`, with their finished rows."""
         for ticket in self._tickets():
+            ticket.is_released = True
             ticket.done.set()
         self._rows.clear()
         self._waiting.clear()
@@ -125,7 +166,7 @@ class OpenRows:
         samples = tuple(replace(sample, row_id=row.row_id) for sample in completion.samples)
         row.ticket.completions.append(replace(completion, row_id=row.row_id, samples=samples))
         row.ticket.num_open -= 1
-        if row.ticket.num_open == 0:
+        if row.ticket.num_open == 0 or row.ticket.steps is not None:
             row.ticket.done.set()
 
     def _split(self, group: list[int], ended: Ended) -> None:

@@ -31,7 +31,7 @@ from pipeline.job.process.messages import (
     Stop,
     Worked,
 )
-from pipeline.job.process.open_rows import OpenRows
+from pipeline.job.process.open_rows import OpenRows, Steps
 from pipeline.job.process.timeline import Timeline
 from pipeline.job.telemetry.logs import Level, RotatedLog
 from pipeline.machine.host import now_us
@@ -115,6 +115,27 @@ class Supervisor:
             self._admit()
         ticket.done.wait()
         return ticket.completions
+
+    def generate_steps(self, requests: Sequence[Request | EndpointRequest], steps: Steps) -> None:
+        """Compute `requests`, and those that follow from their completions by `steps`, until none follows. After
+        `drain`, `interrupt` or a failure of the engine none is added, and `steps` receives those that have finished.
+
+        Blocks.
+        """
+        with self._lock:
+            if self.failure is not None or self._draining:
+                return
+            ticket = self._rows.add(requests, steps)
+            self._admit()
+        while ticket.is_open:
+            ticket.done.wait()
+            with self._lock:
+                finished = ticket.consume()
+            follow_ups = steps.follow_up(finished)
+            with self._lock:
+                if self.failure is None and not self._draining:
+                    self._rows.add_follow_ups(follow_ups, ticket)
+                    self._admit()
 
     def raise_failure(self) -> None:
         """Raise the error that ended the engine for good, if there is one: a new exception for each thread, since

@@ -1,0 +1,318 @@
+"""Steps of a row: requests that follow from the answers of the row's earlier requests.
+
+The rows of a unit pass their steps independently of each other. As soon as a request of a row has finished, its next
+one is made and sent, before requests of rows that wait, so that the row's prompt is still in the prefix cache. A row
+ends after its last step, or with the first error. Its result has the columns of all its steps.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+
+from pipeline.config.sections.steps import DRAFT
+from pipeline.data.units import OWN_FIELDS, Unit, one_unit
+from pipeline.endpoint.spec import EndpointRequest
+from pipeline.engine.completion import Completion
+from pipeline.engine.final_check import checked
+from pipeline.engine.request import Request
+from pipeline.engine.sampling_params import SamplingParams
+from pipeline.job.actor.resolved_job import ResolvedJob, ResolvedStep
+from pipeline.job.actor.tokenize import step_seed
+from pipeline.job.actor.work_spec import RowReader
+
+AnyRequest = Request | EndpointRequest
+
+
+class RunId(NamedTuple):
+    """Identity of a request of a unit. row: index in the unit. step: index among the job's prompts, 0 is the first.
+    attempt: number of earlier requests of the row for this step."""
+
+    row: int
+    step: int
+    attempt: int
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """Finished request of a row."""
+
+    step: int
+    attempt: int
+    completion: Completion
+
+
+@dataclass(frozen=True)
+class RowOfSteps(Completion):
+    """Result of a row with steps. Tokens and times are those of all its requests, the other fields those of the draft.
+    runs: its finished requests in order. columns: values of its steps' columns. draft: the latest text; None without
+    one."""
+
+    runs: tuple[StepRun, ...] = ()
+    columns: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    draft: str | None = None
+
+    @classmethod
+    def of_runs(
+        cls,
+        row_id: object,
+        runs: Sequence[StepRun],
+        draft: Completion | None = None,
+        columns: Mapping[str, dict[str, Any]] | None = None,
+        failed_step: str = "",
+    ) -> "RowOfSteps":
+        """Sum up the requests of a row. failed_step: name of the step that ended it with an error."""
+        done = [run.completion for run in runs]
+        first, last = done[0], done[-1]
+        base = draft or first
+        lost = _computed(done) if last.error is not None else (0, 0)
+        message = last.error_message
+        own = {
+            "row_id": row_id,
+            "token_ids": [],
+            "finish_reason": "error" if last.error is not None else base.finish_reason,
+            "num_prompt_tokens": sum(one.num_prompt_tokens for one in done),
+            "num_cached_tokens": sum(one.num_cached_tokens for one in done),
+            "token_count": sum(one.num_tokens for one in done),
+            "error": last.error,
+            "error_message": f"step {failed_step}: {message}" if failed_step else message,
+            "queued_us": first.queued_us,
+            "first_token_us": first.first_token_us,
+            "last_token_us": max(one.last_token_us for one in done),
+            "num_lost_prompt_tokens": lost[0],
+            "num_lost_generated_tokens": lost[1],
+            "quality": first.quality,
+        }
+        values = {f.name: getattr(base, f.name) for f in fields(Completion)} | own
+        return cls(**values, runs=tuple(runs), columns=columns or {}, draft=None if draft is None else draft.text)
+
+
+def _computed(done: Iterable[Completion]) -> tuple[int, int]:
+    """Return the computed prompt tokens and generated tokens, with those of failed requests."""
+    prompt = generated = 0
+    for one in done:
+        is_lost = one.error is not None
+        prompt += one.num_lost_prompt_tokens if is_lost else one.num_prompt_tokens - one.num_cached_tokens
+        generated += one.num_lost_generated_tokens if is_lost else one.num_tokens
+    return prompt, generated
+
+
+@dataclass
+class _RowState:
+    """State of a row. at: its last step. kept: requests that an earlier run finished, not yet replayed. turns: its
+    chat. question, own_text: the prompt and the text of `RowTexts` of its open request."""
+
+    index: int
+    kept: dict[tuple[int, int], Completion]
+    at: int = 0
+    runs: list[StepRun] = field(default_factory=list)
+    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    draft: Completion | None = None
+    turns: list[dict[str, Any]] = field(default_factory=list)
+    question: str = ""
+    own_text: str | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self.runs[-1].completion.error is not None
+
+
+class RowsOfSteps:
+    """Rows of one unit on their way through the steps. Not thread-safe."""
+
+    def __init__(self, job: ResolvedJob, readers: Sequence[RowReader], unit: Unit, kept: Iterable[Completion]) -> None:
+        """readers: of the job's prompts. kept: rows of a stopped run, whose requests are replayed."""
+        self._job, self._readers, self._unit = job, readers, unit
+        self._kept = {row.row_id: row.runs for row in kept if isinstance(row, RowOfSteps)}
+        self._rows: dict[int, _RowState] = {}
+        self._ended: list[RowOfSteps] = []
+        self._params: dict[RunId, SamplingParams] = {}  # of open requests
+        self._ids = unit.row_ids()
+        self._step_fields = {step.section.name: step.field for step in job.steps}
+
+    @property
+    def num_ended(self) -> int:
+        return len(self._ended)
+
+    def begin(self, requests: Iterable[AnyRequest]) -> list[AnyRequest]:
+        """Return the requests to send for rows with these first requests."""
+        begun: list[_RowState] = []
+        to_send: list[AnyRequest] = []
+        for request in requests:
+            assert isinstance(request.row_id, int)
+            kept = {(run.step, run.attempt): run.completion for run in self._kept.get(request.row_id, ())}
+            row = self._rows[request.row_id] = _RowState(request.row_id, kept)
+            if not self._is_kept(row, 0, 0):
+                to_send.append(self._sent(request, RunId(row.index, 0, 0)))
+            else:
+                begun.append(row)
+        return to_send + self._followed(begun)
+
+    def follow_up(self, completions: Iterable[Completion]) -> list[AnyRequest]:
+        """Record finished requests. Return those that follow from them."""
+        rows = []
+        for done in completions:
+            assert isinstance(done.row_id, RunId)
+            row_id, step, attempt = done.row_id
+            self._finish(self._rows[row_id], step, attempt, checked(done, self._params.pop(done.row_id)))
+            rows.append(self._rows[row_id])
+        return self._followed(rows)
+
+    def finished(self) -> list[RowOfSteps]:
+        """Return the rows that have ended."""
+        return self._ended
+
+    def unfinished(self) -> list[RowOfSteps]:
+        """Return the other rows that have finished a request, as far as they came."""
+        found = []
+        for row in self._rows.values():
+            runs = [*row.runs, *(StepRun(*key, done) for key, done in row.kept.items())]
+            if runs:
+                found.append(RowOfSteps.of_runs(row.index, runs))
+        return found
+
+    def _followed(self, rows: list[_RowState]) -> list[AnyRequest]:
+        """Return the next requests of rows whose last ones have finished, and end rows without one."""
+        to_send: list[AnyRequest] = []
+        while rows:
+            by_step: dict[int, list[_RowState]] = {}
+            for row in rows:
+                step = self._next_step(row)
+                if step is None:
+                    self._end(row)
+                else:
+                    by_step.setdefault(step, []).append(row)
+            rows = []
+            for step, some in by_step.items():
+                requests, finished = self._requests(step, some)
+                to_send += requests
+                rows += finished
+        return to_send
+
+    def _next_step(self, row: _RowState) -> int | None:
+        return None if row.has_failed or row.at == len(self._job.steps) else row.at + 1
+
+    def _end(self, row: _RowState) -> None:
+        del self._rows[row.index]
+        failed_step = self._job.steps[row.at - 1].section.name if row.has_failed and row.at else ""
+        self._ended.append(RowOfSteps.of_runs(row.index, row.runs, row.draft, row.columns, failed_step))
+
+    def _requests(self, step: int, rows: list[_RowState]) -> tuple[list[AnyRequest], list[_RowState]]:
+        """Return the requests to send for this step of rows, and the rows whose requests have finished: refused ones,
+        and those that an earlier run computed."""
+        resolved = self._job.steps[step - 1]
+        attempts = [sum(run.step == step for run in row.runs) for row in rows]
+        unit = self._unit_of(resolved, rows, attempts)
+        for row, text in zip(rows, unit.own("_texts").to_pylist()):
+            row.own_text = text
+        to_send: list[AnyRequest] = []
+        finished: list[_RowState] = []
+        requests, failed = self._readers[step](unit)
+        for done in failed:
+            row = rows[done.row_id]  # type: ignore[index]
+            self._finish(row, step, attempts[done.row_id], done)  # type: ignore[index]
+            finished.append(row)
+        for request in requests:
+            row, attempt = rows[request.row_id], attempts[request.row_id]  # type: ignore[index]
+            if self._is_kept(row, step, attempt):
+                finished.append(row)
+            else:
+                follow_up = replace(request, is_follow_up=True)
+                to_send.append(self._sent(follow_up, RunId(row.index, step, attempt)))
+        return to_send, finished
+
+    def _sent(self, request: AnyRequest, run_id: RunId) -> AnyRequest:
+        self._params[run_id] = request.params
+        return replace(request, row_id=run_id)
+
+    def _is_kept(self, row: _RowState, step: int, attempt: int) -> bool:
+        """Return whether an earlier run finished this request of a row, after recording that."""
+        kept = row.kept.pop((step, attempt), None)
+        if kept is not None:
+            self._finish(row, step, attempt, kept)
+        return kept is not None
+
+    def _finish(self, row: _RowState, step: int, attempt: int, done: Completion) -> None:
+        row.at = step
+        row.runs.append(StepRun(step, attempt, replace(done, row_id=row.index)))
+        if step:
+            resolved = self._job.steps[step - 1]
+            row.columns[resolved.section.name] = values = self._values(resolved, row, step)
+            if resolved.prompt.continues_chat:
+                answer = values.get("label") if resolved.task is not None else done.text
+                row.turns += [
+                    _turn("user", row.question),
+                    *([_turn("assistant", answer)] if answer is not None else []),
+                ]
+        if done.error is None and (step == 0 or self._job.steps[step - 1].section.replaces == DRAFT):
+            row.draft = done
+
+    def _values(self, step: ResolvedStep, row: _RowState, index: int) -> dict[str, Any]:
+        """Return the values of a step's column, after its request that finished last."""
+        done = [run.completion for run in row.runs if run.step == index]
+        last = done[-1]
+        if step.task is not None:
+            columns = step.task.columns([last], [row.own_text])
+            values = {f.name: column[0] for f, column in zip(step.task.fields, columns, strict=True)}
+        else:
+            text = last.text if last.error is None else None
+            values = {"generated_text": text, "finish_reason": last.finish_reason}
+            values |= {"reasoning": last.reasoning, "num_reasoning_tokens": last.num_reasoning_tokens}
+        return values | {
+            "error": last.error,
+            "error_message": last.error_message,
+            "num_input_tokens": sum(one.num_prompt_tokens for one in done),
+            "num_cached_tokens": sum(one.num_cached_tokens for one in done),
+            "num_generated_tokens": sum(one.num_tokens for one in done),
+            "attempts": len(done),
+        }
+
+    def _unit_of(self, step: ResolvedStep, rows: list[_RowState], attempts: list[int]) -> Unit:
+        """Return rows as a unit with the step's prompts."""
+        ids = [self._ids[row.index] for row in rows]
+        seed, name = self._job.config.seed, step.section.name
+        seeds = [step_seed(seed, *row_id, name, attempt) for row_id, attempt in zip(ids, attempts, strict=True)]
+        columns = self._columns([name for name in step.units.columns if name != SEED], rows)
+        columns[SEED] = pa.array(seeds, pa.int64())
+        files = pa.array([file for file, _ in ids], pa.string()), pa.array([row for _, row in ids], pa.int64())
+        unit = one_unit(pa.Table.from_arrays([*columns.values(), *files], [*columns, "", ""]), step.units)
+        if not step.prompt.continues_chat:
+            return unit
+        chats = [self._continued(row, prompt) for row, prompt in zip(rows, unit.own("_prompt").to_pylist())]
+        at = unit.table.num_columns - len(OWN_FIELDS) + _PROMPT
+        return replace(unit, table=unit.table.set_column(at, OWN_FIELDS[_PROMPT], pa.array(chats, pa.string())))
+
+    def _columns(self, names: Iterable[str], rows: list[_RowState]) -> dict[str, Any]:
+        """Return columns of rows by name: the draft, results of steps, and columns of the input."""
+        found: dict[str, Any] = {}
+        for name in names:
+            if name == DRAFT:
+                found[name] = pa.array([row.draft and row.draft.text for row in rows], pa.string())
+            elif name in self._step_fields:
+                found[name] = pa.array([row.columns.get(name) for row in rows], self._step_fields[name].type)
+            else:
+                of_unit = pa.Table.from_struct_array(self._unit.own("_inputs")).column(name)
+                found[name] = of_unit.take(pa.array([row.index for row in rows], pa.int64()))
+        return found
+
+    def _continued(self, row: _RowState, prompt: str | None) -> str | None:
+        """Return a row's chat with a prompt as the user's next turn, as JSON. None without a prompt."""
+        if prompt is None:
+            return None
+        if not row.turns:
+            first = self._unit.own("_prompt")[row.index].as_py()
+            is_chat = self._job.prompt.messages is not None
+            turns = json.loads(first) if is_chat else [_turn("user", first)]
+            row.turns = [*turns, _turn("assistant", row.runs[0].completion.text)]
+        row.question = prompt
+        return json.dumps([*row.turns, _turn("user", prompt)], ensure_ascii=False)
+
+
+def _turn(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+SEED = "\0seed"  # column with the seed of each request; no input column has this name
+_PROMPT = [f.name for f in OWN_FIELDS].index("_prompt")
