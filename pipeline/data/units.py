@@ -51,7 +51,8 @@ _OWN_NAMES = [f.name for f in OWN_FIELDS]
 CUT_VERSION = 1  # raise it when a change of the code cuts the same input into other units
 UNIT_TOKENS = 100_000  # approximate max tokens of a unit: a minute of work
 MAX_STRETCH_BYTES = 1 << 30  # an Arrow string column holds at most 2 GiB
-# Approximate tokens of an image, for the size of a unit. A unit has at most some megabytes of images.
+# Approximate tokens of an image of a megapixel, for the size of a unit: a model's own number would cut the units of
+# machines with and without its files differently. A unit has at most some megabytes of images.
 IMAGE_TOKENS = 1500
 IMAGE_BYTES_PER_TOKEN = 64
 _DROPPED = "dropped"  # replaces the error of a row that is not computed
@@ -76,6 +77,12 @@ class UnitSpec:
     max_bytes: int = MAX_STRETCH_BYTES  # limit of a stretch's values, and of its prompts
     step_columns: tuple[str, ...] = ()  # input columns that later steps read
     step_tokens: int = 0  # max new tokens of a row's later steps
+    max_pixels: int = 1 << 20  # of an image
+
+    @property
+    def image_tokens(self) -> int:
+        """Approximate tokens of the largest image."""
+        return max(1, IMAGE_TOKENS * self.max_pixels >> 20)
 
     def of_input(self, columns: Iterable[str]) -> "UnitSpec":
         """Return a copy for an input with these columns."""
@@ -110,6 +117,10 @@ class Unit:
     def image_bytes(self) -> int:
         """Size of the images of all rows."""
         return self.own("_images").nbytes
+
+    def num_images(self) -> list[int]:
+        """Return the number of each row's images."""
+        return [count or 0 for count in pc.call_function("list_value_length", [self.own("_images")]).to_pylist()]
 
     def kept(self) -> pa.Table:
         """Return the kept input columns."""
@@ -294,7 +305,9 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
     budgets += np.array([0 if error else spec.step_tokens for error in errors], dtype=np.int64)
     budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
-    budgets += np.array([sum(map(_image_tokens, images)) for images in rendered.images], dtype=np.int64)
+    of_images = [sum(max(spec.image_tokens, len(image) // IMAGE_BYTES_PER_TOKEN) for image in images)
+                 for images in rendered.images]  # fmt: skip
+    budgets += np.array(of_images, dtype=np.int64)
     encoded = _encoded(rendered.prompts, errors)
     cut = cut_units([p or b"" for p in encoded], budgets, spec.unit_tokens, spec.unit_rows, adapters)
     own = [
@@ -336,10 +349,6 @@ def _inputs(inputs: pa.Table, names: tuple[str, ...]) -> pa.Array | pa.ChunkedAr
     if not names:
         return pa.nulls(inputs.num_rows)
     return pa.chunked_array([batch.to_struct_array() for batch in inputs.select(list(names)).to_batches()])
-
-
-def _image_tokens(image: bytes | str) -> int:
-    return max(IMAGE_TOKENS, len(image) // IMAGE_BYTES_PER_TOKEN)
 
 
 def _image(image: bytes | str) -> dict[str, bytes | str]:

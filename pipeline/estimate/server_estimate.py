@@ -18,6 +18,7 @@ from pipeline.checkpoints.locate import folder_here
 from pipeline.data.output.result_columns import WHEN
 from pipeline.endpoint.spec import EndpointConfig
 from pipeline.errors import ModelError
+from pipeline.estimate.image_sample import image_tokens_of_a_row
 from pipeline.estimate.lengths import MIN_ERROR, sample_prompts
 from pipeline.estimate.measured import MAX_RUNS, MIN_SPREAD, MIN_TOKEN_SHARE, PoolEstimate
 from pipeline.formatting import counted
@@ -176,12 +177,16 @@ def _around(total: float, lengths: Iterable[tuple[int, int]]) -> Interval:
 
 
 def _sampled_prompts(plan: JobPlan, rows_left: int, rows: int) -> Interval | None:
-    """Return the prompt tokens of a sample, for all rows that are left; None without a tokenizer on this machine."""
+    """Return the prompt tokens of a sample, for all rows that are left; None without a tokenizer on this machine, or
+    with images of a model whose formula is unknown."""
     model = plan.job.config.model
     with suppress(ModelError):  # a run sends chats without the template of this tokenizer
         folder = folder_here(model.path, model.revision)
         if folder is not None:
             tokenize = plan.job.tokenize(Tokenizer.from_folder(str(folder), None), wall_time())
             found = sample_prompts(plan.job, plan.source, tokenize, rows, 1, sys.maxsize)
-            return found.tokens_each.times(rows_left * len(found.requests) / found.rows) if found.requests else None
+            images = image_tokens_of_a_row(plan, folder)
+            if not found.requests or images is None:
+                return None
+            return (found.tokens_each + images).times(rows_left * len(found.requests) / found.rows)
     return None

@@ -62,6 +62,7 @@ class Cost:
     per_1m_with_cached_usd: float | None  # prompt tokens, including cached ones
     unpriced_runs: int
     phases_usd: Mapping[str, float] | None = None
+    per_1k_images_usd: float | None = None  # total_usd, also for the texts of their rows
     unmetered_usd: float = 0.0  # the most that requests of unknown usage cost, not part of the total
 
 
@@ -79,7 +80,9 @@ def accounted(runs: Sequence[RunRecord], lost: Sequence[LostWork]) -> list[dict[
     return accounts
 
 
-def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], tokens: Tokens, rows: int) -> Cost:
+def allocate(
+    runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], tokens: Tokens, rows: int, images: float = 0.0
+) -> Cost:
     """Return the cost of all machine time and its division among prompt and generated tokens (see the module
     docstring). accounts: of each run, from `accounted`.
 
@@ -111,6 +114,7 @@ def allocate(runs: Sequence[RunRecord], accounts: Sequence[Mapping[str, int]], t
         per_1m_with_cached_usd=_each(prompt, tokens.input, 1_000_000),
         unpriced_runs=0,
         phases_usd=usd,
+        per_1k_images_usd=_each(total, images, 1000),
         unmetered_usd=sum(run.prices.unmetered_usd(run.unmetered) for run in runs),
     )
 
@@ -126,5 +130,5 @@ def shares_us(groups: Sequence[LengthBucket], machine_us: int, phases_us: Mappin
     return [p + g for p, g in zip(prompt_us, generated_us, strict=True)]
 
 
-def _each(usd: float | None, count: int, times: int) -> float | None:
+def _each(usd: float | None, count: float, times: int) -> float | None:
     return usd * times / count if usd is not None and count > 0 else None

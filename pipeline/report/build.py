@@ -42,6 +42,7 @@ def build_report(
         totals.further_samples,
         stats.copied.rows,
         totals.dropped_rows,
+        stats.images,
     )
     tokens = Tokens(
         totals.num_input_tokens,
@@ -53,7 +54,9 @@ def build_report(
     lost = lost_work(runs, tokens.generated)
     accounts = accounted(runs, [sum(of_run, LostWork()) for of_run in lost])
     phases_us = {phase: sum(account[phase] for account in accounts) for phase in PHASES}
-    cost = allocate(runs, accounts, tokens, rows.written - rows.uncomputed)
+    recorded = sum(bucket.rows for bucket in stats.lengths.values())
+    images = stats.images * rows.completed / max(1, recorded)
+    cost = allocate(runs, accounts, tokens, rows.written - rows.uncomputed, images)
     speculation = Speculation.from_runs(runs)
     usd_per_us = None if cost.total_usd is None else cost.total_usd / max(1, machine_us)
 

@@ -24,7 +24,7 @@ PERCENTS = (50, 95, 99)
 class Rows:
     """Counts of input rows: all, and those written so far (completed + errors + uncomputed). extra_samples: additional
     output rows if samples are rows. copied: completed rows whose results were copied from equal rows. dropped: output
-    rows by value of dropped_by."""
+    rows by value of dropped_by. images: of recorded completed rows; a page is one."""
 
     input: int
     written: int
@@ -33,6 +33,7 @@ class Rows:
     extra_samples: int = 0
     copied: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
+    images: int = 0
 
     @property
     def completed(self) -> int:

@@ -207,6 +207,8 @@ def _cost(report: RunReport) -> Section:
         ]
     else:
         rows.append(("per 1,000 rows", None if cost.per_row_usd is None else 1000 * cost.per_row_usd))
+    if report.rows.images:
+        rows.append(("per 1,000 images", cost.per_1k_images_usd))
     note = "Prefill is charged to prompt tokens, decode to generated tokens, and all other time to both in proportion."
     if of_tokens := sum(sum(run.token_usd()) for run in report.runs):
         note = f"{money(of_tokens)} of it are the server's prices for tokens. {note}"
@@ -330,6 +332,8 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
     refused = f"; another {tokens.error_input:,} in prompts of error rows, not priced" if tokens.error_input else ""
     computed = f"{tokens.computed:,} computed, {tokens.cached:,} from cache"
     yield "Tokens", f"{tokens.input:,} in ({computed}), {tokens.generated:,} out{refused}"
+    if rows.images:
+        yield "Images", f"{rows.images:,}"
     if rows.copied:
         yield "Copied", f"{rows.copied:,} rows equal to computed ones, with {tokens.copied:,} of the tokens out"
     speed_in = f"{report.input_tokens_per_s:,.0f} tok/s in (computed)"

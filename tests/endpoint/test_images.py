@@ -213,6 +213,22 @@ def test_lines_of_requests_and_chats_are_decoded_too(tmp_path: Path):
     assert found == {"good": None, "bad": "invalid_image", "file": "image_not_allowed"}
 
 
+def test_the_report_counts_the_images_of_completed_rows_and_their_cost(tmp_path: Path):
+    images = [[GOOD["jpeg"](i)] * (1 + i % 3) for i in range(12)] + [[BAD["html"](0)]]
+    table = pa.table({"id": [f"row{i}" for i in range(13)], "image": images})
+    with FakeServer() as server:
+        report = run_job(
+            load_job(job_file(tmp_path, server.url, table, cost={"hourly_usd": 36_000}, output={"rows_per_file": 4}))
+        )
+    assert report.rows.images == 24
+    usd = report.cost.total_usd
+    assert usd is not None
+    assert report.cost.per_1k_images_usd == pytest.approx(usd * 1000 / 24)
+    shown = (tmp_path / "out" / "_pipeline" / "report.md").read_text()
+    assert "per 1,000 images" in shown
+    assert "| Images | 24 |" in shown
+
+
 def test_images_without_a_server_are_a_mistake_of_the_job_file(tmp_path: Path):
     path = job_file(tmp_path, "http://127.0.0.1:1", odd_table(1))
     job = yaml.safe_load(path.read_text())

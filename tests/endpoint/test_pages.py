@@ -23,10 +23,12 @@ from PIL import Image
 from pipeline.config import load_job
 from pipeline.data.files import pdf_pages
 from pipeline.data.source import cut_windows, open_source, read_window
+from pipeline.data.units import window_units
 from pipeline.endpoint.images.decode import Pages
 from pipeline.endpoint.images.documents import MAX_COPIES, Documents
 from pipeline.endpoint.spec import DocumentFolder
 from pipeline.errors import ConfigError, InputError
+from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.run import run_job
 from tests.endpoint.fake_server import FakeServer
 from tests.endpoint.odd_images import colour_of
@@ -44,7 +46,7 @@ def put(folder: Path, documents: dict[str, bytes]) -> str:
 def job_file(folder: Path, url: str, **sections: dict[str, Any]) -> Path:
     job: dict[str, dict[str, Any]] = {
         "input": {"path": str(folder / "in"), "format": "pdf"},
-        "prompt": {"template": "{source_file} {source_page}{page}", "images": ["page"]},
+        "prompt": {"template": "{source_page}", "images": ["page"]},
         "images": {"max_pixels": 10_000, "format": "png"},
         "server": {"base_url": url},
         "sampling": {"max_tokens": 4},
@@ -124,6 +126,17 @@ def test_windows_know_their_pages_without_opening_documents(tmp_path: Path, monk
     put(tmp_path, {"long.pdf": bytes(changed)})
     with pytest.raises(InputError, match=r"long\.pdf: the file has changed since the job was planned"):
         read_window(source, windows[0], ("page",))
+
+
+def test_units_have_fewer_pages_if_images_are_larger(tmp_path: Path):
+    put(tmp_path / "in", {"long.pdf": pdf(range(100))})
+    sizes = []
+    for max_pixels in 1_000_000, 8_000_000:
+        job = load_job(job_file(tmp_path, "http://127.0.0.1:1", images={"max_pixels": max_pixels},
+                                output={"rows_per_file": 512}))  # fmt: skip
+        plan = make_plan(job, "server")
+        sizes.append([unit.num_rows for unit in window_units(plan.source, plan.windows[0], plan.job.units)])
+    assert sizes == [[67, 33], [8] * 12 + [4]]
 
 
 def test_a_count_that_kills_or_hangs_its_process_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -213,7 +226,7 @@ def test_a_job_of_a_store_reads_its_pages(tmp_path: Path):
     store.pipe_file("/scans/a.pdf", pdf([1, 2, 3]))
     with FakeServer() as server:
         path = job_file(tmp_path, server.url, input={"path": "memory://scans", "format": "pdf"},
-                        prompt={"template": "{source_page}"})  # fmt: skip
+                        )  # fmt: skip
         run_job(load_job(path))
         sent = sent_images(server)
     assert {row["error"] for row in rows_of(tmp_path).values()} == {None}
@@ -226,7 +239,7 @@ def test_a_run_that_is_killed_while_pages_are_rendered_loses_and_doubles_nothing
     put(tmp_path / "in", {"encrypted.pdf": HOSTILE["encrypted"][0]})
     with FakeServer(slots=8, seconds_per_request=0.02) as server:
         path = job_file(tmp_path, server.url,
-                        prompt={"template": "{source_page}"})  # fmt: skip
+                        )  # fmt: skip
         command, deadline_s = [sys.executable, "-m", "pipeline", "run", str(path)], time.monotonic() + 60
         driver = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
         while server.num_answered < 60:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -170,3 +171,32 @@ def test_validate_says_that_the_server_tokenizes(tmp_path: Path, pipe: Pipe):
     code, shown, errors = pipe("validate", str(job_file(tmp_path, "http://localhost:9", 3)))
     assert code == 0, errors
     assert "The server tokenizes: tokens are not counted" in shown
+
+
+def test_the_images_of_a_sample_are_counted_by_the_formula_of_the_model(tmp_path: Path, planned: Callable[..., Any]):
+    pytest.importorskip("PIL")
+    from tests.endpoint.odd_images import BAD, GOOD
+    from tests.model_folders import write_tokenizer
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_tokenizer(folder)
+    template = "{% for part in messages[0].content %}{{ part.text if part.type == 'text' else '#' }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    images = [GOOD["large"](0)] * 30 + [GOOD["wide"](0)] * 29 + [BAD["html"](0)]
+    pq.write_table(pa.table({"image": images}), tmp_path / "images.parquet")
+    path = job_file(tmp_path, "http://localhost:9", 1, model={"path": str(folder)},
+                    input={"path": str(tmp_path / "images.parquet")},
+                    prompt={"template": "Describe it.", "images": ["image"]})  # fmt: skip
+    texts = 60 * len("#Describe it.")
+    for config, of_images in (
+        ({"model_type": "gemma3"}, 60 * 259),
+        ({"model_type": "qwen2_vl"}, 60 / 59 * (30 * (32 * 25 - 1) + 29 * 39)),
+        ({"model_type": "other"}, None),
+    ):
+        (folder / "config.json").write_text(json.dumps(config))
+        size = {"min_pixels": 400, "max_pixels": 1 << 24, "patch_size": 14, "merge_size": 2}
+        (folder / "preprocessor_config.json").write_text(json.dumps(size))
+        for kind in "png", "jpeg":
+            found = planned(path, "--set", f"images.format={kind}")["prompts"]
+            assert found is None if of_images is None else found["expected"] == pytest.approx(texts + of_images), config

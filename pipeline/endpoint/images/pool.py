@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import os
+import struct
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ from pipeline.errors import EngineUnusable, PipelineError, RowError
 from pipeline.machine.interpreter import child_environment
 
 DECODE_TIMEOUT_S = 60.0
+_PNG_SIZE, _JPEG_SIZE = struct.Struct(">II"), struct.Struct(">HH")
+_JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of segments with the size
 TRIES = 2  # of an image whose process ended: memory may have been short
 
 
@@ -44,7 +47,7 @@ class ImagePool:
     async def body_with(self, body: Mapping[str, Any], images: Sequence[bytes | str]) -> tuple[dict[str, Any], int]:
         """Return a body whose parts hold the images as data urls instead of references, and the bytes of these. Raises
         ImageRefused."""
-        encoded = await asyncio.gather(*(self._encoded(image) for image in images), return_exceptions=True)
+        encoded = await asyncio.gather(*(self.encoded(image) for image in images), return_exceptions=True)
         urls: list[str] = []
         for number, each in enumerate(encoded, 1):
             if isinstance(each, ImageRefused):
@@ -66,7 +69,8 @@ class ImagePool:
             await _end(process)
         self._idle.clear()
 
-    async def _encoded(self, image: bytes | str) -> bytes:
+    async def encoded(self, image: bytes | str) -> bytes:
+        """Return an image as it is sent. Raises ImageRefused."""
         if isinstance(image, str) and self._documents is not None:
             return await self._page(image, self._documents)
         if isinstance(image, str):
@@ -121,6 +125,17 @@ class ImagePool:
             *command, str(given.max_pixels), given.format, str(given.quality), str(given.dpi),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=child_environment(),
         )  # fmt: skip
+
+
+def size_of(encoded: bytes) -> tuple[int, int]:
+    """Return the width and height of an image as it is sent."""
+    if encoded.startswith(b"\x89PNG"):
+        return _PNG_SIZE.unpack_from(encoded, 16)
+    at = 2
+    while encoded[at + 1] not in _JPEG_FRAMES:
+        at += 2 + int.from_bytes(encoded[at + 2 : at + 4], "big")
+    height, width = _JPEG_SIZE.unpack_from(encoded, at + 5)
+    return width, height
 
 
 async def _exchange(process: asyncio.subprocess.Process, page: int, content: bytes) -> tuple[bool, bytes]:

@@ -227,4 +227,5 @@ def unit_spec(
         max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # most full windows fit in one stretch
         step_columns=step_columns,
         step_tokens=step_tokens,
+        max_pixels=config.images.max_pixels,
     )

@@ -248,7 +248,7 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
     thoughts = [one.num_reasoning_tokens for one in samples if one.num_reasoning_tokens]
     reasoned = ReasonedRows(len(thoughts), sum(thoughts))
     quality = sum((_quality(c.quality) for c in completed if c.quality is not None), QualityStats())
-    copies = [c.num_generated_tokens for c in completed if c.is_copy]
+    copies, images = [c.num_generated_tokens for c in completed if c.is_copy], unit.num_images()
     return RowStats(
         latency=latency_of(timings),
         lengths=dict(sorted(lengths.items())),
@@ -259,6 +259,7 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
         quality=quality,
         reasoned=reasoned,
         copied=CopiedRows(len(copies), sum(copies)),
+        images=sum(images[c.row_id] for c in completed),  # type: ignore[index]
     )
 
 

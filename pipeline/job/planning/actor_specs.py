@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 from pipeline.config import JobConfig
+from pipeline.data.source import Source
 from pipeline.endpoint.spec import DocumentFolder, EndpointConfig
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.batch_limits import max_default_seqs
@@ -40,9 +41,7 @@ def flow_spec(
     if isinstance(engine, EndpointConfig):
         prices = config.cost.prices
         has_budget = bool(prices.usd_per_million) and config.cost.budget_usd is not None
-        documents = DocumentFolder(plan.source.url, plan.source.base) if plan.source.has_pages else None
-        images = replace(engine.images, documents=documents)
-        engine = replace(engine, prices=prices, has_budget=has_budget, images=images)
+        engine = replace(with_documents(engine, plan.source), prices=prices, has_budget=has_budget)
     work = WorkSpec(
         job=job,
         backend=backend,
@@ -81,6 +80,12 @@ def flow_spec(
         always_ray=os.environ.get("RAY_ADDRESS") == "local",
         min_actors=min_size,
     )
+
+
+def with_documents(engine: EndpointConfig, source: Source) -> EndpointConfig:
+    """Return the config with the folder of the documents whose pages are the rows of `source`, if they are."""
+    documents = DocumentFolder(source.url, source.base) if source.has_pages else None
+    return replace(engine, images=replace(engine.images, documents=documents))
 
 
 def _cpus(actors: int, address: str | None, gpus: float) -> float:

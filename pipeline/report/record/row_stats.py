@@ -204,7 +204,7 @@ class RowStats(JsonRecord):
     """Statistics of delivered rows.
 
     lengths: by max prompt tokens of the bucket. errors: examples by code. outputs: generated tokens of completed rows,
-    by the same buckets. lost: tokens computed for error rows, by code.
+    by the same buckets. lost: tokens computed for error rows, by code. images: of completed rows.
     """
 
     latency: Latency = field(default_factory=Latency)
@@ -217,6 +217,7 @@ class RowStats(JsonRecord):
     reasoned: ReasonedRows = field(default_factory=ReasonedRows)
     control_tokens: ControlTokenRows = field(default_factory=ControlTokenRows)
     copied: CopiedRows = field(default_factory=CopiedRows)
+    images: int = 0
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Add up; the examples of `self` come first."""
@@ -239,4 +240,5 @@ class RowStats(JsonRecord):
             self.reasoned + other.reasoned,
             self.control_tokens + other.control_tokens,
             self.copied + other.copied,
+            self.images + other.images,
         )
