@@ -26,7 +26,8 @@ from pipeline.data.source import cut_windows, open_source, read_window
 from pipeline.data.units import window_units
 from pipeline.endpoint.images.decode import Pages
 from pipeline.endpoint.images.documents import MAX_COPIES, Documents
-from pipeline.endpoint.spec import DocumentFolder
+from pipeline.endpoint.images.pool import ImagePool, size_of
+from pipeline.endpoint.spec import DocumentFolder, ImageOptions
 from pipeline.errors import ConfigError, InputError
 from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.run import run_job
@@ -174,20 +175,20 @@ def test_pages_have_the_resolution_of_the_job_up_to_max_pixels(tmp_path: Path):
         assert (image.size, image.format, image.mode) == (expected, "PNG", "RGB")
 
 
-def test_a_long_document_is_opened_again_before_it_fills_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from pipeline.data.files import pdf_document
+def test_the_memory_of_a_process_does_not_grow_with_the_length_of_a_document(tmp_path: Path):
+    """PDFium keeps what it has read of an open document: here 200 MB."""
+    put(tmp_path, {"long.pdf": pdf(range(200), content="0.5 g 0 0 600 700 re f % " + "x" * 1_000_000)})
 
-    opened = []
-    monkeypatch.setattr(
-        pdf_document, "open_document", lambda path, open_=pdf_document.open_document: opened.append(path) or open_(path)
-    )
-    monkeypatch.setattr("pipeline.endpoint.images.decode.MAX_DOCUMENT_BYTES", 8 << 20)
-    path = tmp_path / "long.pdf"
-    path.write_bytes(pdf(range(24), content="0.5 g 0 0 600 700 re f " + "% " + "x" * 1_000_000))
-    pages = Pages(10_000, "png", 90, 72)
-    for page in range(24):
-        assert Image.open(io.BytesIO(pages.image(str(path), page))).size == (88, 113)
-    assert 2 <= len(opened) <= 8
+    async def peak_mb() -> int:
+        options = ImageOptions(processes=1, max_pixels=10_000, documents=DocumentFolder(str(tmp_path), str(tmp_path)))
+        pool = ImagePool(options, {})
+        for page in range(1, 201):
+            assert size_of(await pool.encoded(f"long.pdf#page={page}")) == (88, 113)
+        status = Path(f"/proc/{pool._idle[0].pid}/status").read_text()
+        await pool.close()
+        return int(status.partition("VmHWM:")[2].split()[0]) >> 10
+
+    assert asyncio.run(peak_mb()) < 160
 
 
 def test_documents_of_a_store_are_copied_once_while_their_pages_are_read(monkeypatch: pytest.MonkeyPatch):
