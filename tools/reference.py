@@ -19,6 +19,7 @@ from pipeline.config.schema import job_schema
 DOCS = Path(__file__).parents[1] / "docs"
 BEGIN, END = "<!-- generated: python -m tools.reference -->\n", "<!-- end of generated -->"
 WHOLE, STEPS = "The whole file", "steps"
+SHARED = ("prompt", "task", "sampling")  # sections of a step that are the job's too
 WIDTH = 88  # characters of a line of help
 
 
@@ -42,10 +43,8 @@ def _sections(key: dict[str, Any], definitions: dict[str, Any]) -> Iterator[dict
 
 def _section(path: str, section: dict[str, Any], definitions: dict[str, Any]) -> Iterator[str]:
     yield from _table(path, section, definitions)
-    if path == STEPS:  # its sections are the job's
-        return
     for name, key in section["properties"].items():
-        for inner in _sections(key, definitions):
+        for inner in () if path == STEPS and name in SHARED else _sections(key, definitions):
             yield from _section(f"{path}.{name}", inner, definitions)
 
 
@@ -59,7 +58,7 @@ def _table(heading: str, section: dict[str, Any], definitions: dict[str, Any]) -
         default = "required" if required else "" if key.get("default") in (None, "") else _code(key["default"])
         example = _code(key["examples"][0]) if "$ref" not in key else ""  # its own keys have examples
         is_section = "$ref" in key or (heading == WHOLE and any(_sections(key, definitions)))
-        anchor = name if heading in (WHOLE, STEPS) else f"{heading}{name}"
+        anchor = name if heading == WHOLE or (heading == STEPS and name in SHARED) else f"{heading}{name}"
         kind = f"[section](#{anchor})" if is_section else _kind(key, definitions)
         resume = {"identity": "identity", "numerics": "numerics"}.get(key.get("resume", ""), "")
         description = key["description"].replace("{{", "`{{`").replace("}}", "`}}`").replace("|", "\\|")

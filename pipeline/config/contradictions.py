@@ -173,6 +173,9 @@ def _with_steps(job: JobKeys) -> Iterator[Contradiction]:
             yield f"{at}name", f"{step.name!r} is the name of two steps"
         if step.name == DRAFT:
             yield f"{at}name", "is the name of the latest text in prompts; choose another name"
+        if step.repeat is not None and step.repeat.from_step not in names[: i + 1]:
+            reason = f"{step.repeat.from_step!r}: expected this step or an earlier one: {', '.join(names[: i + 1])}"
+            yield f"{at}repeat.from", reason
         yield from _of_step(job, step, at)
 
 

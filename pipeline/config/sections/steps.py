@@ -9,10 +9,29 @@ from pipeline.config.sections.model import AdapterName
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.sampling import SamplingSection
 from pipeline.config.sections.task import BareTask, TaskSection
-from pipeline.config.values import IDENTITY, ConfigSection, or_word
+from pipeline.config.values import IDENTITY, ConditionText, ConfigSection, or_word
 
 DRAFT = "draft"  # name of the latest text in prompts of steps
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
+
+
+class RepeatSection(ConfigSection):
+    """Steps that a row passes again."""
+
+    from_step: str = Field(
+        alias="from",
+        description="Name of the first step to repeat: an earlier one, or this one.",
+        examples=["check"],
+        json_schema_extra=IDENTITY,
+    )
+    until: ConditionText = Field(
+        description="Condition over the same columns as `when`, and this step's. A row that meets it proceeds to the next step.",
+        examples=["check.label = ' yes'"],
+        json_schema_extra=IDENTITY,
+    )
+    at_most: int = Field(
+        ge=1, le=100, description="Maximum number of repetitions of a row.", examples=[2], json_schema_extra=IDENTITY
+    )
 
 
 class StepSection(ConfigSection):
@@ -23,6 +42,13 @@ class StepSection(ConfigSection):
         "{check.label}.",
         examples=["check"],
         json_schema_extra={**IDENTITY, "pattern": f"^{_NAME.pattern}$"},
+    )
+    when: ConditionText | None = Field(
+        default=None,
+        description="Condition over the input's columns, draft and earlier steps. Rows that do not meet it skip the "
+        "step: its column is null, or has the values of the last time. Default: no row skips it.",
+        examples=["check.label = ' no'", "draft != '' and check.label_probability < 0.9"],
+        json_schema_extra=IDENTITY,
     )
     prompt: PromptSection = Field(
         description="As the job's prompt. Templates may also name {draft}, the latest text, and results of earlier "
@@ -51,6 +77,13 @@ class StepSection(ConfigSection):
         default=None,
         description="draft: the step's text becomes the draft, which later prompts and the job's result columns use.",
         examples=["draft"],
+        json_schema_extra=IDENTITY,
+    )
+
+    repeat: RepeatSection | None = Field(
+        default=None,
+        description="After this step, also if it was skipped, pass the steps from `from` to this one again.",
+        examples=[{"from": "check", "until": "check.label = ' yes'", "at_most": 2}],
         json_schema_extra=IDENTITY,
     )
 

@@ -17,6 +17,7 @@ from pipeline.config.sections.sampling import DEFAULT_MAX_TOKENS, SamplingSectio
 from pipeline.config.sections.steps import StepSection
 from pipeline.config.sections.structured import StructuredFromColumn
 from pipeline.config.sections.task import TaskSection
+from pipeline.data.conditions import Condition
 from pipeline.data.output.result_columns import ResultShape, step_field
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.request_row import PARAMETERS, REFUSED
@@ -75,6 +76,8 @@ class ResolvedStep(ResolvedPrompt):
     """A resolved step. `results` are the fields of its column in the output."""
 
     section: StepSection
+    when: Condition | None = None
+    until: Condition | None = None  # ends `section.repeat`
 
     @property
     def field(self) -> pa.Field:

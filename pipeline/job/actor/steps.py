@@ -6,6 +6,7 @@ ends after its last step, or with the first error. Its result has the columns of
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from pipeline.config.sections.steps import DRAFT
+from pipeline.data.conditions import Condition
 from pipeline.data.units import OWN_FIELDS, Unit, one_unit
 from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.completion import Completion
@@ -109,6 +111,7 @@ class _RowState:
     at: int = 0
     runs: list[StepRun] = field(default_factory=list)
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    repetitions: Counter[str] = field(default_factory=Counter)  # by step
     draft: Completion | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
     question: str = ""
@@ -130,6 +133,7 @@ class RowsOfSteps:
         self._ended: list[RowOfSteps] = []
         self._params: dict[RunId, SamplingParams] = {}  # of open requests
         self._ids = unit.row_ids()
+        self._index = {step.section.name: i for i, step in enumerate(job.steps, 1)}
         self._step_fields = {step.section.name: step.field for step in job.steps}
 
     @property
@@ -192,7 +196,31 @@ class RowsOfSteps:
         return to_send
 
     def _next_step(self, row: _RowState) -> int | None:
-        return None if row.has_failed or row.at == len(self._job.steps) else row.at + 1
+        """Return the step after the row's last one; None if the row ends. Skipped steps count as passed."""
+        at = row.at
+        while not row.has_failed:
+            passed = self._job.steps[at - 1] if at else None
+            if passed is not None and self._is_repeated(passed, row):
+                row.repetitions[passed.section.name] += 1
+                at = self._index[passed.section.repeat.from_step]  # type: ignore[union-attr]
+            else:
+                at += 1
+            if at > len(self._job.steps):
+                return None
+            when = self._job.steps[at - 1].when
+            if when is None or self._is_met(when, row):
+                return at
+        return None
+
+    def _is_repeated(self, step: ResolvedStep, row: _RowState) -> bool:
+        repeat, until = step.section.repeat, step.until
+        if repeat is None or until is None or row.repetitions[step.section.name] == repeat.at_most:
+            return False
+        return not self._is_met(until, row)
+
+    def _is_met(self, condition: Condition, row: _RowState) -> bool:
+        columns = self._columns(condition.columns, [row])
+        return condition.met(pa.Table.from_arrays([*columns.values()], [*columns]))[0]
 
     def _end(self, row: _RowState) -> None:
         del self._rows[row.index]

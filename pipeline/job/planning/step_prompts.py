@@ -9,6 +9,7 @@ import pyarrow as pa
 from pipeline.config import JobConfig
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.steps import DRAFT, StepSection
+from pipeline.data.conditions import Condition
 from pipeline.data.output.result_columns import RESULT_NAMES, ResultShape, step_field
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.row_adapters import RowAdapters
@@ -23,13 +24,15 @@ from pipeline.job.planning.checkpoint_values import reasoning_markers
 
 @dataclass(frozen=True)
 class StepPrompt:
-    """Prompts of a step, and its result columns. columns: of the input that it reads."""
+    """Prompts of a step, its result columns, and its conditions. columns: of the input that it reads."""
 
     prompt: PromptSection
     spec: PromptSpec
     texts: RowTexts | None
     results: ResultShape
     columns: tuple[str, ...]
+    when: Condition | None
+    until: Condition | None
 
 
 def step_prompts(config: JobConfig, schema: pa.Schema, names: Sequence[str]) -> Iterator[StepPrompt | PipelineError]:
@@ -50,12 +53,23 @@ def step_prompts(config: JobConfig, schema: pa.Schema, names: Sequence[str]) -> 
             prompt = _with_chat(step.prompt, config.prompt)
             spec, texts = prompt_spec(config, prompt).of_input(known.names), step.task.row_texts()
             texts = texts and texts.of_input(known.names)
-            read = {own: spec} if texts is None else {own: spec, texts.key: texts}
+            when = None if step.when is None else Condition.parse(step.when, "when")
+            until = None if step.repeat is None else Condition.parse(step.repeat.until, "repeat.until")
+            read: dict[str, PromptSpec | RowTexts | Condition] = {own: spec}
+            if texts is not None:
+                read[texts.key] = texts
+            if when is not None:
+                read[when.key] = when
+            later = [one.name for one in config.steps[i:]]
             for key, each in read.items():
-                _check_order(key, each.columns, [later.name for later in config.steps[i:]], schema.names)
+                _check_order(key, each.columns, later, schema.names)
                 each.check(known)
+            if until is not None:
+                read[until.key] = until
+                _check_order(until.key, until.columns, later[1:], schema.names)
+                until.check(_with(known, step_field(step.name, results)))
             columns = [name for each in read.values() for name in each.columns if name in schema.names]
-            yield StepPrompt(prompt, spec, texts, results, tuple(dict.fromkeys(columns)))
+            yield StepPrompt(prompt, spec, texts, results, tuple(dict.fromkeys(columns)), when, until)
         except ConfigError as error:
             text = str(error)
             text = text.replace("prompt:", f"{own}:", 1) if text.startswith("prompt:") else text
@@ -78,11 +92,11 @@ def _with_chat(own: PromptSection, first: PromptSection) -> PromptSection:
 
 
 def _check_order(key: str, columns: Sequence[str], later: Sequence[str], inputs: Sequence[str]) -> None:
-    """Raise ConfigError if a prompt refers to its own step or to a later one. later: their names."""
+    """Raise ConfigError if a value of a step refers to a step that comes too late. later: the names of these."""
     for name in columns:
         if name in later and name not in inputs:
-            which = "this step itself" if name == later[0] else "a later step"
-            raise ConfigError(f"{key}: {name!r} is {which}; expected {DRAFT}, an earlier step or a column of the input")
+            expected = f"expected {DRAFT}, an earlier step or a column of the input"
+            raise ConfigError(f"{key}: {name!r} is this step or a later one; {expected}")
 
 
 def resolved_steps(config: JobConfig, prompts: Sequence[StepPrompt], model: Path | None) -> Iterator[ResolvedStep]:
@@ -102,6 +116,8 @@ def resolved_steps(config: JobConfig, prompts: Sequence[StepPrompt], model: Path
             units=UnitSpec(own.spec, sampling_columns={"seed": SEED}, texts=own.texts, adapters=adapters),
             results=own.results,
             section=step,
+            when=own.when,
+            until=own.until,
         )
 
 

@@ -3,6 +3,7 @@ jobs."""
 
 import json
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -170,17 +171,16 @@ def test_a_null_or_an_empty_answer_makes_an_error_row_unless_it_is_filled(chain)
     assert pq.read_table(part).column("error").null_count == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_finished_requests_of_rows_between_two_steps_are_kept_at_a_stop(chain, number):
-    chain.fake(step_s=0.05, max_num_seqs=3)
+def test_finished_requests_of_rows_between_two_steps_are_kept_at_a_stop(chain):
+    chain.fake(step_s=0.04, max_num_seqs=3)
     sections = {"output": {"rows_per_file": 50}, "run": {"window_rows": 50, "drain_timeout": "5 s"}}
     kept: list[int] = []
-    for stop_at in (1, 12, 30):
+    for stop_at in (1, 12):
         with pytest.raises(Interrupted):
-            run(chain, [(lambda status, at=stop_at: status.rows_done >= at, number)], **sections)
+            run(chain, [(lambda status, at=stop_at: status.rows_done >= at, signal.SIGTERM)], **sections)
         (partial,) = (chain.output / "_pipeline" / "partial").iterdir()
         kept += [sum(len(row["runs"]) for row in json.loads(partial.read_text())["rows"])]
-    assert 4 < kept[0] < kept[1] < kept[2] < 4 * len(TEXTS)
+    assert 2 < kept[0] < kept[1] < 4 * len(TEXTS)
     report, _ = run(chain, **sections)
     check(chain)
     computed = sum(actor["stats"]["prompt_tokens"] for record in runs(chain) for actor in record["actors"])
@@ -273,6 +273,77 @@ def test_a_server_computes_steps(tmp_path):
     assert report.work.computed_generated_tokens == report.tokens.generated + 2  # and the probe
 
 
+LOOP = [
+    {**CHECK, "prompt": {"template": "{text}: {draft}; ok?"}},
+    {
+        **REPAIR,
+        "prompt": {"template": "{other} {draft} then"},
+        "when": "check.label = ' no'",
+        "repeat": {"from": "check", "until": "check.label = ' yes' or draft = ''", "at_most": 2},
+    },
+    {
+        "name": "last",
+        "when": "repair is null and kind = 'even'",
+        "prompt": {"template": "{draft} at last"},
+        "sampling": {"max_tokens": 5},
+    },
+]
+
+
+def loop_of(i: int, text: str) -> dict[str, Any]:
+    """Return the texts of row `i` of a job of `check`, `repair` with repetitions, and `last`, one after the other."""
+
+    def seed(name: str, attempt: int) -> int:
+        return step_seed(0, "f0.parquet", i, name, attempt)
+
+    draft = generated(f"Say {text}", row_seed(0, "f0.parquet", i), 6)
+    checks, repairs, label = 0, 0, ""
+    tokens = tuple(tuple(label.encode()) for label in LABELS)
+    for _ in range(3):
+        chosen = result_of(list(f"{text}: {draft}; ok?".encode()), Choice(tokens))
+        assert isinstance(chosen, ChoiceResult)
+        label, checks = LABELS[chosen.best], checks + 1
+        if label == " no":
+            draft = generated(f"other {i} {draft} then", seed("repair", repairs), 5)
+            repairs += 1
+        else:
+            break
+    last = None if repairs or i % 2 else generated(f"{draft} at last", seed("last", 0), 5)
+    return {"draft": draft, "label": label, "checks": checks, "repairs": repairs or None, "last": last}
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_steps_are_skipped_and_repeated_by_conditions(chain, is_stopped):
+    path = chain.folder / "in" / "f0.parquet"
+    kinds = pa.array([None if i % 3 == 1 and i % 2 else ("even", "odd")[i % 2] for i in range(len(TEXTS))])
+    pq.write_table(pq.read_table(path).append_column("kind", kinds), path)
+    sections = {"steps": LOOP, "output": {"accept": "check.label = ' yes'", "rows_per_file": 50}}
+    if is_stopped:
+        chain.fake(step_s=0.04, max_num_seqs=3)
+        for stop_at in (1, 12):
+            with pytest.raises(Interrupted):
+                run(chain, [(lambda status, at=stop_at: status.rows_done >= at, signal.SIGTERM)], **sections)
+    report, _ = run(chain, **sections)
+    counts: Counter[Any] = Counter()
+    for i, row in by_id(chain).items():
+        right = loop_of(i, str(TEXTS[i]))
+        repair, final = row["repair"], row["last"]
+        found = {
+            "draft": row["generated_text"],
+            "label": row["check"]["label"],
+            "checks": row["check"]["attempts"],
+            "repairs": repair and repair["attempts"],
+            "last": final and final["generated_text"],
+        }
+        assert found == right
+        assert row["dropped_by"] == (None if right["label"] == " yes" else "output.accept")
+        counts[right["repairs"], right["last"] is None] += 1
+    assert {repairs for repairs, _ in counts} == {None, 1, 2, 3}
+    assert counts[None, False]
+    assert counts[None, True]
+    assert sum(record["actors"][0]["stats"]["prompt_tokens"] for record in runs(chain)) == report.tokens.computed
+
+
 def mistakes_of(job, steps: list[Any], **sections: Any) -> list[str]:
     """Return the mistakes of a job file with these steps, each with the line of its step."""
     try:
@@ -286,13 +357,13 @@ GENERATE = {"name": "s", "prompt": {"template": "{draft}"}}
 CHOICE = {**GENERATE, "task": {"type": "choice", "labels": ["a", "b"]}}
 REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([{**GENERATE, "prompt": {"template": "{later.label}"}}, {**CHOICE, "name": "later"}], {},
-     "steps[0].prompt.template: 'later' is a later step; expected draft, an earlier step or a column of the input"),
-    ([{**GENERATE, "prompt": {"template": "{s.generated_text}"}}], {}, "prompt.template: 's' is this step itself"),
+     "steps[0].prompt.template: 'later' is this step or a later one; expected draft, an earlier step or a column"),
+    ([{**GENERATE, "prompt": {"template": "{s.generated_text}"}}], {}, "template: 's' is this step or a later one"),
     ([{**GENERATE, "prompt": {"template": "{unknown.label}"}}], {}, "the input has no column 'unknown'"),
     ([CHOICE, {"name": "t", "prompt": {"template": "{s.lable}"}}], {}, "no field 'lable' (did you mean 'label'?)"),
     ([CHOICE, {"name": "t", "prompt": {"template": "{s.generated_text}"}}], {}, "no field 'generated_text'"),
     ([{**GENERATE, "prompt": {"template": "{draft.text}"}, "name": "text"}], {}, "the input has a column 'text'"),
-    ([{**GENERATE, "prompt": {"column": "s"}}], {}, "steps[0].prompt.column: 's' is this step itself"),
+    ([{**GENERATE, "prompt": {"column": "s"}}], {}, "steps[0].prompt.column: 's' is this step or a later one"),
     ([{**GENERATE, "prompt": {"messages": "draft"}}], {}, "steps[0].prompt.chat: needs prompt.chat in the job"),
     ([{**GENERATE, "prompt": {"template": "{draft"}}], {}, "steps[0].prompt.template: no } closes"),
     ([{**GENERATE, "prompt": {"template": "no column"}}], {}, "names no column"),
@@ -321,6 +392,16 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([{**GENERATE, "adapter": "judge"}], {}, "steps[0].adapter: 'judge' is not in model.adapters"),
     ([{**GENERATE, "prompt": {"template": "{draft}", "images": ["text"]}}], {}, "steps[0].prompt.images"),
     ([{**GENERATE, "prompt": {"template": "x", "continues_chat": True}}], {}, "continues_chat: needs prompt.chat in"),
+    ([{**GENERATE, "when": "s.attempts = 1"}], {}, "steps[0].when: 's' is this step or a later one"),
+    ([{**GENERATE, "when": "id ="}], {}, "steps[0].when: character 5: found the end"),
+    ([{**GENERATE, "when": "draft > 5"}], {}, "steps[0].when: character 7: `draft` is a text"),
+    ([{**GENERATE, "when": "other = 5"}], {}, "steps[0].when: character 1: no column 'other'"),
+    ([{**CHOICE, "repeat": {"from": "s", "until": "s.label = 1", "at_most": 2}}], {}, "[0].repeat.until: character"),
+    ([{**CHOICE, "repeat": {"from": "t", "until": "s.label = ''", "at_most": 2}}, {**CHOICE, "name": "t"}], {},
+     "steps[0].repeat.from: 't': expected this step or an earlier one: s"),
+    ([{**CHOICE, "repeat": {"from": "s", "until": "s.label = ''"}}], {}, "steps[0].repeat.at_most: required"),
+    ([{**CHOICE, "repeat": {"from": "s", "until": "s.label = ''", "at_most": 0}}], {}, "expected at least 1"),
+    ([{**CHOICE, "repeat": {"until": "s.label = ''", "at_most": 1}}], {}, "steps[0].repeat.from: required"),
     ([GENERATE], {"prompt": {"template": "{text}", "continues_chat": True}}, "has no effect in the first prompt"),
     ([GENERATE], {"task": "score", "sampling": {}}, "steps: need a first prompt that generates text"),
     ([GENERATE], {"sampling": {"n": 2, "temperature": 1.0}}, "sampling.n: must be 1 with steps"),
