@@ -20,14 +20,14 @@ def pdf(
         objects.append(f"<< /Type /Page /Parent 2 0 R /MediaBox [{box}] /Contents {len(objects)} 0 R >>")
         pages.append(f"{len(objects)} 0 R")
     objects[1] = f"<< /Type /Pages /Kids [{' '.join(pages)}] /Count {len(numbers) if count is None else count} >>"
-    out, offsets = b"%PDF-1.4\n", []
+    out, offsets = bytearray(b"%PDF-1.4\n"), []
     for number, text in enumerate(objects, 1):
         offsets.append(len(out))
         out += f"{number} 0 obj\n{text}\nendobj\n".encode()
     table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
     head = f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
     trailer = f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R {more} >>\nstartxref\n{len(out)}\n%%EOF\n"
-    return out + (head + trailer).encode()
+    return bytes(out + (head + trailer).encode())
 
 
 def _encrypted() -> bytes:

@@ -177,7 +177,7 @@ def test_pages_have_the_resolution_of_the_job_up_to_max_pixels(tmp_path: Path):
 
 def test_the_memory_of_a_process_does_not_grow_with_the_length_of_a_document(tmp_path: Path):
     """PDFium keeps what it has read of an open document: here 200 MB."""
-    put(tmp_path, {"long.pdf": pdf(range(200), content="0.5 g 0 0 600 700 re f % " + "x" * 1_000_000)})
+    put(tmp_path, {"long.pdf": pdf(range(200), content="0.5 g 0 0 600 700 re f" + " " * 1_000_000)})
 
     async def peak_mb() -> int:
         options = ImageOptions(processes=1, max_pixels=10_000, documents=DocumentFolder(str(tmp_path), str(tmp_path)))
