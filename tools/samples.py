@@ -6,6 +6,9 @@ The texts are fictional. Each table has the columns that its job uses, and an id
 """
 
 import json
+import struct
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
@@ -79,6 +82,17 @@ PAGES = [
     ("https://example.org/login", "Home | Log in | Register | Cookies | Back to top"),
 ]
 
+SHAPES = [
+    ("F-1", lambda x, y: x * x + y * y < 400, (200, 40, 40)),  # a red circle
+    ("F-2", lambda x, y: max(abs(x), abs(y)) < 16, (40, 80, 200)),  # a blue square
+    ("F-3", lambda x, y: -16 < y < 16 and 2 * abs(x) < y + 16, (40, 140, 60)),  # a green triangle
+]
+
+SCAN = [
+    ["Invoice 4711", "", "2 boxes of paper     18.40 EUR", "1 printer           200.00 EUR", "", "Total  218.40 EUR"],
+    ["Terms", "", "Payment is due within 30 days.", "Goods remain ours until they are paid."],
+]
+
 STYLES = [
     (report.report_id, report.text, style)
     for report, style in zip((make_report("job", index) for index in range(6)), ("short", "invoice", None) * 2)
@@ -108,6 +122,40 @@ def _table(rows: list[tuple], **columns: pa.DataType) -> pa.Table:
     )
 
 
+def _png(is_inside: Callable[[int, int], bool], colour: tuple[int, int, int], size: int = 48) -> bytes:
+    """Return a picture of a shape on white."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    half, white = size // 2, (255, 255, 255)
+    lines = [[colour if is_inside(x - half, y - half) else white for x in range(size)] for y in range(size)]
+    pixels = b"".join(b"\0" + bytes(part for pixel in line for part in pixel) for line in lines)
+    head = struct.pack(">IIBBBBB", size, size, 8, 2, 0, 0, 0)
+    stored = zlib.compress(pixels, 0)  # the same with each version of zlib
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", stored) + chunk(b"IEND", b"")
+
+
+def scan() -> bytes:
+    """Return `scan.pdf`, a document with a page of text for each entry of SCAN."""
+    font = "<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>"
+    objects = ["<< /Type /Catalog /Pages 2 0 R >>", "", font]
+    for lines in SCAN:
+        text = "BT /F1 14 Tf 18 TL 72 760 Td " + " ".join(f"({line}) Tj T*" for line in lines) + " ET"
+        objects.append(f"<< /Length {len(text)} >>\nstream\n{text}\nendstream")
+        page = "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 595 842] /Resources << /Font << /F1 3 0 R >> >>"
+        objects.append(f"{page} /Contents {len(objects)} 0 R >>")
+    pages = " ".join(f"{2 * i + 5} 0 R" for i in range(len(SCAN)))
+    objects[1] = f"<< /Type /Pages /Kids [{pages}] /Count {len(SCAN)} >>"
+    out, offsets = "%PDF-1.4\n", []
+    for number, each in enumerate(objects, 1):
+        offsets.append(len(out))
+        out += f"{number} 0 obj\n{each}\nendobj\n"
+    table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
+    end = f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{len(out)}\n%%EOF\n"
+    return f"{out}xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}{end}".encode()
+
+
 TEXT = pa.string()
 TURNS = pa.list_(pa.struct({"role": TEXT, "content": TEXT}))
 
@@ -124,6 +172,11 @@ def samples() -> dict[str, pa.Table]:
         "graded": _table(GRADED, answer_id=TEXT, turns=TURNS),
         "messages": _table(MESSAGES, message_id=TEXT, text=TEXT),
         "pages": _table(PAGES, url=TEXT, text=TEXT),
+        "photos": _table(
+            [(photo_id, _png(is_inside, colour)) for photo_id, is_inside, colour in SHAPES],
+            photo_id=TEXT,
+            image=pa.binary(),
+        ),
         "styles": _table(STYLES, report_id=TEXT, report=TEXT, style=TEXT),
     }
 
@@ -138,3 +191,4 @@ if __name__ == "__main__":
     for name, table in samples().items():
         pq.write_table(table, FOLDER / f"{name}.parquet", compression="zstd")
     (FOLDER / "requests.jsonl").write_text(requests(), encoding="utf-8")
+    (FOLDER / "scan.pdf").write_bytes(scan())

@@ -38,6 +38,10 @@ def test_the_sample_of_requests_is_up_to_date():
     assert (samples.FOLDER / "requests.jsonl").read_text(encoding="utf-8") == samples.requests()
 
 
+def test_the_sample_document_is_up_to_date():
+    assert (samples.FOLDER / "scan.pdf").read_bytes() == samples.scan(), "run `python -m tools.samples`"
+
+
 def test_the_presets_at_the_root_are_those_of_the_package():
     assert stale(copies.files()) == [], "run `python -m tools.copies`"
     assert {*(copies.ROOT / "configs").iterdir()} == {path for path in copies.files() if path.parent.name == "configs"}

@@ -37,6 +37,9 @@ from tests.endpoint.test_images import sent_images
 from tests.pdfs import HOSTILE, pdf
 
 
+ROOT = Path(__file__).parents[2]
+
+
 def put(folder: Path, documents: dict[str, bytes]) -> str:
     for name, raw in documents.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -258,3 +261,25 @@ def test_a_run_that_is_killed_while_pages_are_rendered_loses_and_doubles_nothing
     for page in range(1, 201):
         expected = {colour_of(number) for (_, each), number in pages.items() if each == page}
         assert {colour(image) for images in sent[str(page)] for image in images} == expected
+
+
+def test_the_jobs_of_the_cookbook_run_on_a_server_and_documents_are_joined(
+    tmp_path: Path, pipe: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(ROOT)
+    with FakeServer() as server:
+        for name in "captions", "ocr":
+            address = ["--set", "server.serve=null", "--set", f"server.base_url={server.url}"]
+            code, _, errors = pipe("run", f"jobs/{name}.yaml", *address, "--set", f"output.path={tmp_path / name}")
+            assert code == 0, errors
+        assert {len(images) for images in sent_images(server).values()} == {3, 2}
+    captions = pq.read_table(tmp_path / "captions").to_pylist()
+    assert {row["photo_id"] for row in captions if row["caption"]} == {"F-1", "F-2", "F-3"}
+    pages = sorted(pq.read_table(tmp_path / "ocr").to_pylist(), key=lambda row: row["source_page"])
+    joined = str(tmp_path / "joined")
+    code, shown, errors = pipe("compact", str(tmp_path / "ocr"), "--output", joined, "--by", "source_file")
+    assert code == 0, errors
+    assert "joined by source_file" in shown
+    assert pq.read_table(joined).to_pylist() == [
+        {"source_file": "scan.pdf", "text": "\n\n".join(row["text"] for row in pages), "num_rows": 2, "error_rows": []}
+    ]
