@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from pipeline.config.keys import JobKeys
 from pipeline.config.mistakes import model_of
-from pipeline.data.source import WINDOW_BYTES
+from pipeline.data.source import IMAGE_WINDOW_BYTES, WINDOW_BYTES
 from pipeline.data.units import CUT_VERSION, UNIT_TOKENS
 from pipeline.stores.redaction import shown_url
 
@@ -27,7 +27,12 @@ def identity_of(job: JobKeys, only_set: bool = False) -> dict[str, Any]:
     identity.setdefault("sampling", {})["seed"] = job.seed
     if job.steps:  # never with their defaults, so that a key of a later version changes nothing
         identity["steps"] = [step.to_identity() for step in job.steps]
-    return identity | {"cut": {"version": CUT_VERSION, "window_bytes": WINDOW_BYTES, "unit_tokens": UNIT_TOKENS}}
+    return identity | {"cut": {"version": CUT_VERSION, "window_bytes": window_bytes(job), "unit_tokens": UNIT_TOKENS}}
+
+
+def window_bytes(job: JobKeys) -> int:
+    """Return the approximate maximum size of a window."""
+    return IMAGE_WINDOW_BYTES if job.prompt.images else WINDOW_BYTES
 
 
 def numerics_of(job: JobKeys, only_set: bool = False) -> dict[str, Any]:

@@ -40,6 +40,7 @@ WINDOW_KEY = b"pipeline.window"  # schema metadata of a read window: its index
 DAMAGED_KEY = b"pipeline.damaged"  # schema metadata: its unreadable rows, a JSON list of [start, stop, reason]
 GROUPS_KEY = b"pipeline.damaged_groups"  # schema metadata: its damaged row groups, a JSON list of DamagedGroup
 WINDOW_BYTES = 256 * 2**20  # approximate max size of a window
+IMAGE_WINDOW_BYTES = 64 * 2**20  # of a window whose rows hold images: a reader holds each several times
 LARGE_COMPRESSED_BYTES = 10**9
 FOOTERS_AT_ONCE = 16  # doubled for stores, where latency dominates
 FILES_AT_ONCE = 8  # of a window, from a store

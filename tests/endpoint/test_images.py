@@ -28,6 +28,7 @@ from pipeline.endpoint.images.pool import ImagePool
 from pipeline.endpoint.spec import EndpointRequest, ImageOptions
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
+from pipeline.job.planning.plan import make_plan
 from pipeline.job.running.run import run_job
 from tests.endpoint.fake_server import FakeServer
 from tests.endpoint.odd_images import BAD, GOOD, colour_of, odd_image
@@ -227,6 +228,18 @@ def test_the_report_counts_the_images_of_completed_rows_and_their_cost(tmp_path:
     shown = (tmp_path / "out" / "_pipeline" / "report.md").read_text()
     assert "per 1,000 images" in shown
     assert "| Images | 24 |" in shown
+
+
+def test_windows_of_images_are_smaller(tmp_path: Path):
+    table = pa.table({"id": [f"row{i}" for i in range(100)], "image": [bytes(1 << 20)] * 100})
+    path = job_file(tmp_path, "http://127.0.0.1:1", table)
+    pq.write_table(table, tmp_path / "in.parquet", row_group_size=10, use_dictionary=False)
+    text = yaml.safe_load(path.read_text())
+    del text["prompt"]["images"], text["images"]
+    found = [make_plan(load_job(path), "server").windows]
+    path.write_text(yaml.safe_dump(text))
+    found.append(make_plan(load_job(path), "server").windows)
+    assert [[window.num_rows for window in windows] for windows in found] == [[60, 40], [100]]
 
 
 def test_images_without_a_server_are_a_mistake_of_the_job_file(tmp_path: Path):

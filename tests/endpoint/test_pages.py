@@ -36,7 +36,6 @@ from tests.endpoint.odd_images import colour_of
 from tests.endpoint.test_images import sent_images
 from tests.pdfs import HOSTILE, pdf
 
-
 ROOT = Path(__file__).parents[2]
 
 

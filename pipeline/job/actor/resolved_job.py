@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.config import FromColumn, JobConfig
+from pipeline.config.identity import window_bytes
 from pipeline.config.sections.model import ModelSection
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.sampling import DEFAULT_MAX_TOKENS, SamplingSection
@@ -23,7 +24,6 @@ from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.request_row import PARAMETERS, REFUSED
 from pipeline.data.row_adapters import RowAdapters
 from pipeline.data.row_texts import RowTexts
-from pipeline.data.source import WINDOW_BYTES
 from pipeline.data.units import MAX_STRETCH_BYTES, UnitSpec
 from pipeline.endpoint.spec import EndpointConfig, Route
 from pipeline.engine.config import EngineConfig
@@ -227,7 +227,7 @@ def unit_spec(
         texts=texts,
         adapters=row_adapters(config.model),
         when=config.input.condition,
-        max_bytes=min(WINDOW_BYTES * 3 // 2, MAX_STRETCH_BYTES),  # most full windows fit in one stretch
+        max_bytes=min(window_bytes(config) * 3 // 2, MAX_STRETCH_BYTES),  # most full windows fit in one stretch
         step_columns=step_columns,
         step_tokens=step_tokens,
         max_pixels=config.images.max_pixels,

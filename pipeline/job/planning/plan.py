@@ -13,8 +13,9 @@ from pipeline.checkpoints.adapters import adapter_digest
 from pipeline.checkpoints.chat_template import folder_reads_date, reads_date
 from pipeline.checkpoints.digest import model_digest
 from pipeline.config import JobConfig
+from pipeline.config.identity import window_bytes
 from pipeline.data.output.parts import DoneUnits, PartName
-from pipeline.data.source import WINDOW_BYTES, InputWindow, Source, cut_windows
+from pipeline.data.source import InputWindow, Source, cut_windows
 from pipeline.job.actor.resolved_job import ResolvedJob
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
@@ -72,7 +73,7 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
         job=job,
         source=source,
         batches=batches,
-        windows=cut_windows(source, run.window_rows, WINDOW_BYTES, found.config.input.limit),
+        windows=cut_windows(source, run.window_rows, window_bytes(job.keys), found.config.input.limit),
         schema=found.schema,
         fingerprint=fingerprint(
             job.keys,
