@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.report.faults import LostWork
-from pipeline.report.record.row_stats import LengthBucket
+from pipeline.report.record.row_stats import LengthBucket, StepStats
 from pipeline.report.record.run_record import PHASES, RunRecord, split_exactly
 
 
@@ -119,7 +119,7 @@ def allocate(
     )
 
 
-def shares_us(groups: Sequence[LengthBucket], machine_us: int, phases_us: Mapping[str, int]) -> list[int]:
+def shares_us(groups: Sequence[LengthBucket | StepStats], machine_us: int, phases_us: Mapping[str, int]) -> list[int]:
     """Divide all machine time among groups of completed rows, with an exact sum: the prompts' share by computed prompt
     tokens, the rest by generated tokens."""
     if not groups:

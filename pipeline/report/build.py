@@ -15,7 +15,7 @@ from pipeline.report.faults import FaultCost, LostWork, fault_costs, lost_work, 
 from pipeline.report.features import QualityReport, Speculation, TokensCost
 from pipeline.report.record.row_stats import Computed, RowStats
 from pipeline.report.record.run_record import PHASES, RunRecord, summed
-from pipeline.report.run_report import ErrorCost, LengthCost, Percentiles, Rows, RunReport, Work
+from pipeline.report.run_report import ErrorCost, LengthCost, Percentiles, Rows, RunReport, StepCost, Work
 
 MAX_REASONS = 10  # reasons of engine restarts in the report
 
@@ -77,6 +77,7 @@ def build_report(
         )
 
     times_us = shares_us(list(stats.lengths.values()), machine_us, phases_us)
+    step_times_us = shares_us(list(stats.steps.values()), machine_us, phases_us)
     settings = runs[-1].settings if runs else {}
     return RunReport(
         job=job_name,
@@ -96,6 +97,10 @@ def build_report(
         lengths=tuple(
             LengthCost(longest, bucket, us, usd_of(us))
             for (longest, bucket), us in zip(stats.lengths.items(), times_us, strict=True)
+        ),
+        steps=tuple(
+            StepCost(name, step, us, usd_of(us))
+            for (name, step), us in zip(stats.steps.items(), step_times_us, strict=True)
         ),
         examples={code: stats.errors[code][:count] for code, count in errors.items() if code in stats.errors},
         faults=faults,

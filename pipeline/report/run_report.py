@@ -14,7 +14,7 @@ from pipeline.report.faults import FaultCost
 from pipeline.report.features import QualityReport, Speculation, TokensCost
 from pipeline.report.record.data_warnings import DataWarning
 from pipeline.report.record.json_record import SCHEMA_VERSION, JsonRecord
-from pipeline.report.record.row_stats import Computed, ErrorExample, Histogram, LengthBucket
+from pipeline.report.record.row_stats import Computed, ErrorExample, Histogram, LengthBucket, StepStats
 from pipeline.report.record.run_record import RunRecord, per_second
 
 PERCENTS = (50, 95, 99)
@@ -118,6 +118,16 @@ class LengthCost:
 
 
 @dataclass(frozen=True)
+class StepCost:
+    """Machine time and cost of a step, or of the first prompt, whose name is empty."""
+
+    name: str
+    completed: StepStats
+    machine_us: int
+    usd: float | None = None
+
+
+@dataclass(frozen=True)
 class ErrorCost:
     """Cost of error rows of one code: the tokens computed for them, at the average time per token. For rows that
     crashed the engine process, it includes the restarts that found them."""
@@ -132,9 +142,9 @@ class ErrorCost:
 class RunReport(JsonRecord):
     """Report of a job so far. Times are in whole microseconds; `phases_us` sums to `machine_us` exactly.
 
-    `latency`, `lengths` and `examples` cover the recorded rows: all except those that a killed run wrote after its last
-    record. energy_uj: of all engines since loading; None if no machine measures it. was_complete: the call that
-    returned this report found nothing to compute.
+    `latency`, `lengths`, `steps` and `examples` cover the recorded rows: all except those that a killed run wrote after
+    its last record. energy_uj: of all engines since loading; None if no machine measures it. was_complete: the call
+    that returned this report found nothing to compute.
     """
 
     job: str
@@ -152,6 +162,7 @@ class RunReport(JsonRecord):
     runs: tuple[RunRecord, ...]
     latency: Mapping[str, Percentiles] = field(default_factory=dict)
     lengths: tuple[LengthCost, ...] = ()
+    steps: tuple[StepCost, ...] = ()  # in the job's order; empty without steps
     examples: Mapping[str, tuple[ErrorExample, ...]] = field(default_factory=dict)
     faults: list[FaultCost] = field(default_factory=list)
     speculation: Speculation | None = None

@@ -88,6 +88,7 @@ def _sections(report: RunReport) -> Iterator[Section]:
             f"throughput. From histograms with an error of at most {percent(HISTOGRAM_ERROR)}."
         ],
     )
+    yield _steps(report)
     yield _lengths(report)
     yield _speculation(report)
     yield Section(
@@ -256,6 +257,22 @@ def _lengths(report: RunReport) -> Section:
     columns = ("prompt tokens", "rows", "tokens in", "cached", "tokens out", "time", "USD", "share", "")
     sides = "<>>>>>>><"
     return Section(title="Rows by prompt length", columns=columns, sides=sides, rows=rows, notes=[note])
+
+
+def _steps(report: RunReport) -> Section:
+    rows: list[tuple[Cell, ...]] = []
+    for step in report.steps:
+        counts, share = step.completed, _share(step.machine_us, report.machine_us)
+        passed = percent(counts.rows / max(1, report.steps[0].completed.rows))
+        cached = percent(counts.cached_tokens / max(1, counts.input_tokens))
+        tokens = (f"{n:,}" for n in (counts.requests, counts.input_tokens))
+        rows.append(
+            (step.name or "first prompt", passed, *tokens, cached, f"{counts.generated_tokens:,}",
+             _time(step.machine_us), money(step.usd), percent(share), Bar(share))
+        )  # fmt: skip
+    note = "Completed rows only. Rows: share of those that the step's condition did not skip. Time: divided by tokens."
+    columns = ("step", "rows", "requests", "tokens in", "cached", "tokens out", "time", "USD", "share", "")
+    return Section(title="Steps", columns=columns, sides="<>>>>>>>><", rows=rows, notes=[note])
 
 
 def _speculation(report: RunReport) -> Section:

@@ -25,7 +25,8 @@ class RepeatSection(ConfigSection):
         json_schema_extra=IDENTITY,
     )
     until: ConditionText = Field(
-        description="Condition over the same columns as `when`, and this step's. A row that meets it proceeds to the next step.",
+        description="Condition over the same columns as `when`, and this step's. Rows that meet it proceed to the next "
+        "step.",
         examples=["check.label = ' yes'"],
         json_schema_extra=IDENTITY,
     )

@@ -50,7 +50,8 @@ def copied(done: Completion, row_id: object) -> Completion:
     as cached."""
     if isinstance(done, RowOfSteps):
         columns = {
-            name: {**values, "num_cached_tokens": values["num_input_tokens"]} for name, values in done.columns.items()
+            name: values and {**values, "num_cached_tokens": values["num_input_tokens"]}
+            for name, values in done.columns.items()
         }
         done = replace(done, columns=columns)
     return replace(

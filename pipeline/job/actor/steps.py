@@ -49,11 +49,11 @@ class StepRun:
 @dataclass(frozen=True)
 class RowOfSteps(Completion):
     """Result of a row with steps. Tokens and times are those of all its requests, the other fields those of the draft.
-    runs: its finished requests in order. columns: values of its steps' columns. draft: the latest text; None without
+    runs: its finished requests in order. columns: values of all steps' columns. draft: the latest text; None without
     one."""
 
     runs: tuple[StepRun, ...] = ()
-    columns: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    columns: Mapping[str, dict[str, Any] | None] = field(default_factory=dict)
     draft: str | None = None
 
     @classmethod
@@ -62,7 +62,7 @@ class RowOfSteps(Completion):
         row_id: object,
         runs: Sequence[StepRun],
         draft: Completion | None = None,
-        columns: Mapping[str, dict[str, Any]] | None = None,
+        columns: Mapping[str, dict[str, Any] | None] | None = None,
         failed_step: str = "",
     ) -> "RowOfSteps":
         """Sum up the requests of a row. failed_step: name of the step that ended it with an error."""
@@ -225,7 +225,8 @@ class RowsOfSteps:
     def _end(self, row: _RowState) -> None:
         del self._rows[row.index]
         failed_step = self._job.steps[row.at - 1].section.name if row.has_failed and row.at else ""
-        self._ended.append(RowOfSteps.of_runs(row.index, row.runs, row.draft, row.columns, failed_step))
+        columns = {name: row.columns.get(name) for name in self._step_fields}
+        self._ended.append(RowOfSteps.of_runs(row.index, row.runs, row.draft, columns, failed_step))
 
     def _requests(self, step: int, rows: list[_RowState]) -> tuple[list[AnyRequest], list[_RowState]]:
         """Return the requests to send for this step of rows, and the rows whose requests have finished: refused ones,

@@ -38,6 +38,7 @@ from pipeline.report.record.row_stats import (
     LoopedRows,
     ReasonedRows,
     RowStats,
+    StepStats,
     Timing,
     latency_of,
     length_bucket,
@@ -260,7 +261,21 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
         reasoned=reasoned,
         copied=CopiedRows(len(copies), sum(copies)),
         images=sum(images[c.row_id] for c in completed),  # type: ignore[index]
+        steps=_steps([c for c in completed if isinstance(c, RowOfSteps)]),
     )
+
+
+def _steps(rows: list[RowOfSteps]) -> dict[str, StepStats]:
+    """Return the statistics of the first prompt and of each step."""
+    found: dict[str, StepStats] = {}
+    for row in rows:
+        each = {"": StepStats(1, 1, row.num_prompt_tokens, row.num_cached_tokens, row.num_generated_tokens)}
+        for name, values in row.columns.items():
+            tokens = [values[f"num_{kind}_tokens"] if values else 0 for kind in ("input", "cached", "generated")]
+            each[name] = StepStats(values is not None, values["attempts"] if values else 0, *tokens)
+            each[""] += StepStats(0, 0, *(-count for count in tokens))
+        found = {name: found.get(name, StepStats()) + stats for name, stats in each.items()}
+    return found
 
 
 def _quality(row: RowQuality) -> QualityStats:

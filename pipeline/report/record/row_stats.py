@@ -182,6 +182,20 @@ class CopiedRows:
         return CopiedRows(self.rows + other.rows, self.generated_tokens + other.generated_tokens)
 
 
+@dataclass(frozen=True)
+class StepStats:
+    """Completed rows that passed a step, or the first prompt, and their requests and tokens there."""
+
+    rows: int = 0
+    requests: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+
+    def __add__(self, other: "StepStats") -> "StepStats":
+        return StepStats(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other))))
+
+
 def length_bucket(num_tokens: int) -> int:
     """Return the max prompt tokens of the bucket that contains `num_tokens`: 64, 128, 256, ..."""
     return max(FIRST_LENGTH, 1 << max(0, num_tokens - 1).bit_length())
@@ -204,7 +218,8 @@ class RowStats(JsonRecord):
     """Statistics of delivered rows.
 
     lengths: by max prompt tokens of the bucket. errors: examples by code. outputs: generated tokens of completed rows,
-    by the same buckets. lost: tokens computed for error rows, by code. images: of completed rows.
+    by the same buckets. lost: tokens computed for error rows, by code. images: of completed rows. steps: by name in
+    the job's order, the first prompt as ""; empty without steps.
     """
 
     latency: Latency = field(default_factory=Latency)
@@ -218,6 +233,7 @@ class RowStats(JsonRecord):
     control_tokens: ControlTokenRows = field(default_factory=ControlTokenRows)
     copied: CopiedRows = field(default_factory=CopiedRows)
     images: int = 0
+    steps: Mapping[str, StepStats] = field(default_factory=dict)
 
     def __add__(self, other: "RowStats") -> "RowStats":
         """Add up; the examples of `self` come first."""
@@ -241,4 +257,8 @@ class RowStats(JsonRecord):
             self.control_tokens + other.control_tokens,
             self.copied + other.copied,
             self.images + other.images,
+            {
+                name: self.steps.get(name, StepStats()) + other.steps.get(name, StepStats())
+                for name in dict.fromkeys([*self.steps, *other.steps])
+            },
         )

@@ -22,6 +22,7 @@ from pipeline.job.output.audit import audit
 from pipeline.job.preview.validation import validate_job
 from pipeline.job.running.run import run_job
 from pipeline.job.running.sample import read_sample
+from pipeline.report.render import text as text_report
 from tests.endpoint.fake_server import FakeServer, answer_text
 from tests.job.conftest import TEXTS, run, runs
 from tests.job.fake_engine import answer, result_of, text_of
@@ -339,6 +340,17 @@ def test_steps_are_skipped_and_repeated_by_conditions(chain, is_stopped):
         assert row["dropped_by"] == (None if right["label"] == " yes" else "output.accept")
         counts[right["repairs"], right["last"] is None] += 1
     assert {repairs for repairs, _ in counts} == {None, 1, 2, 3}
+    rows, total = by_id(chain), report.tokens
+    steps = {step.name: step.completed for step in report.steps}
+    assert list(steps) == ["", "check", "repair", "last"]
+    for name in ("check", "repair", "last"):
+        passed = [row[name] for row in rows.values() if row[name] is not None]
+        found = steps[name].rows, steps[name].requests, steps[name].input_tokens
+        assert found == (len(passed), sum(s["attempts"] for s in passed), sum(s["num_input_tokens"] for s in passed))
+    assert sum(step.input_tokens for step in steps.values()) == total.input
+    assert sum(step.generated_tokens for step in steps.values()) == total.generated
+    assert sum(step.machine_us for step in report.steps) == report.machine_us
+    assert "first prompt" in text_report(report)
     assert counts[None, False]
     assert counts[None, True]
     assert sum(record["actors"][0]["stats"]["prompt_tokens"] for record in runs(chain)) == report.tokens.computed
