@@ -198,6 +198,8 @@ def _of_step(job: JobKeys, step: StepSection, at: str) -> Iterator[Contradiction
             yield f"{at}sampling.{name}", "is not supported in a step as {column: name}; write one value"
     if step.replaces is not None and task.type != "generate":
         yield f"{at}replaces", f"needs task generate; task {task.type} has no text"
+    if step.vote is not None and (task.type != "generate" or step.sampling.temperature == 0):
+        yield f"{at}vote", "needs task generate and sampling.temperature above 0; else all samples are equal"
     if prompt.images:
         yield f"{at}prompt.images", "are not supported in a step; the first prompt may have images"
     if prompt.chat is not None and job.prompt.chat is None:

@@ -35,6 +35,20 @@ class RepeatSection(ConfigSection):
     )
 
 
+class VoteSection(ConfigSection):
+    """Several samples of a step, whose most frequent text counts."""
+
+    n: int = Field(ge=2, le=64, description="Maximum samples of a row.", examples=[8], json_schema_extra=IDENTITY)
+    stop_at: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Share of n that settles the vote: sampling stops once a text has it, or none can reach it.",
+        examples=[0.75],
+        json_schema_extra=IDENTITY,
+    )
+
+
 class StepSection(ConfigSection):
     """One step: a prompt of each row after the first prompt, and what is computed for it."""
 
@@ -81,6 +95,13 @@ class StepSection(ConfigSection):
         json_schema_extra=IDENTITY,
     )
 
+    vote: VoteSection | None = Field(
+        default=None,
+        description="Sample the step's text several times; the most frequent one counts, and the column has the number "
+        "of its votes. Texts are compared without surrounding whitespace. Needs sampling.temperature above 0.",
+        examples=[{"n": 8, "stop_at": 0.75}],
+        json_schema_extra=IDENTITY,
+    )
     repeat: RepeatSection | None = Field(
         default=None,
         description="After this step, also if it was skipped, pass the steps from `from` to this one again.",

@@ -108,11 +108,13 @@ class ResultShape:
         return fields
 
 
-def step_field(name: str, shape: ResultShape) -> pa.Field:
+def step_field(name: str, shape: ResultShape, has_votes: bool = False) -> pa.Field:
     """Return the column of a step: a struct of its result columns and the number of its requests, null for rows that
-    skipped it. Tokens are those of all its requests, the other values those of the last one."""
+    skipped it. Tokens are those of all its requests, the other values those of the last one. has_votes: add the number
+    of samples with the same text."""
     fields = [f for f in shape.fields() if f.name not in ("source_file", "source_row")]
-    return pa.field(name, pa.struct([*fields, pa.field("attempts", pa.int32())]))
+    counts = ["attempts", "votes"] if has_votes else ["attempts"]
+    return pa.field(name, pa.struct([*fields, *(pa.field(count, pa.int32()) for count in counts)]))
 
 
 def output_schema(kept: pa.Schema, rename: Mapping[str, str], shape: ResultShape = ResultShape()) -> pa.Schema:

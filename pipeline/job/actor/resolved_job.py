@@ -82,7 +82,7 @@ class ResolvedStep(ResolvedPrompt):
     @property
     def field(self) -> pa.Field:
         """The step's column in the output."""
-        return step_field(self.section.name, self.results)
+        return step_field(self.section.name, self.results, self.section.vote is not None)
 
     def chat(self, now: datetime | None) -> Chat | None:
         chat = super().chat(now)

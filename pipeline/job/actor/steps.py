@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from math import ceil
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -67,18 +68,18 @@ class RowOfSteps(Completion):
     ) -> "RowOfSteps":
         """Sum up the requests of a row. failed_step: name of the step that ended it with an error."""
         done = [run.completion for run in runs]
-        first, last = done[0], done[-1]
+        first, failed = done[0], _first_failed(done)
         base = draft or first
-        lost = _computed(done) if last.error is not None else (0, 0)
-        message = last.error_message
+        lost = (0, 0) if failed is None else _computed(done)
+        message = failed and failed.error_message
         own = {
             "row_id": row_id,
             "token_ids": [],
-            "finish_reason": "error" if last.error is not None else base.finish_reason,
+            "finish_reason": base.finish_reason if failed is None else "error",
             "num_prompt_tokens": sum(one.num_prompt_tokens for one in done),
             "num_cached_tokens": sum(one.num_cached_tokens for one in done),
             "token_count": sum(one.num_tokens for one in done),
-            "error": last.error,
+            "error": failed and failed.error,
             "error_message": f"step {failed_step}: {message}" if failed_step else message,
             "queued_us": first.queued_us,
             "first_token_us": first.first_token_us,
@@ -89,6 +90,10 @@ class RowOfSteps(Completion):
         }
         values = {f.name: getattr(base, f.name) for f in fields(Completion)} | own
         return cls(**values, runs=tuple(runs), columns=columns or {}, draft=None if draft is None else draft.text)
+
+
+def _first_failed(done: Iterable[Completion]) -> Completion | None:
+    return next((one for one in done if one.error is not None), None)
 
 
 def _computed(done: Iterable[Completion]) -> tuple[int, int]:
@@ -103,12 +108,15 @@ def _computed(done: Iterable[Completion]) -> tuple[int, int]:
 
 @dataclass
 class _RowState:
-    """State of a row. at: its last step. kept: requests that an earlier run finished, not yet replayed. turns: its
-    chat. question, own_text: the prompt and the text of `RowTexts` of its open request."""
+    """State of a row. at: its last step. num_open: its open requests, all of that step. passed: number of runs before
+    it. kept: requests that an earlier run finished, not yet replayed. turns: its chat. question, own_text: the prompt
+    and the text of `RowTexts` of its open requests."""
 
     index: int
     kept: dict[tuple[int, int], Completion]
     at: int = 0
+    num_open: int = 1
+    passed: int = 0
     runs: list[StepRun] = field(default_factory=list)
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
     repetitions: Counter[str] = field(default_factory=Counter)  # by step
@@ -119,7 +127,20 @@ class _RowState:
 
     @property
     def has_failed(self) -> bool:
-        return self.runs[-1].completion.error is not None
+        return any(run.completion.error is not None for run in self.runs[self.passed :])
+
+    def samples(self) -> list[Completion]:
+        """Return the completions of the last step, in the order of their seeds."""
+        return [run.completion for run in sorted(self.runs[self.passed :], key=lambda run: run.attempt)]
+
+
+def num_needed(n: int, stop_at: float, answers: Sequence[str]) -> int:
+    """Return the minimum number of further samples that may settle a vote of `n` samples; 0 if it is settled: an answer
+    has the share `stop_at` of n, or none can reach it. If the samples of each round are computed together, a row has as
+    many as if they were computed one by one, since both ways of a settlement are waited for."""
+    needed, most = ceil(stop_at * n - 1e-9), max(Counter(answers).values(), default=0)
+    reachable = most + n - len(answers)
+    return max(0, min(needed - most, reachable - needed + 1))
 
 
 class RowsOfSteps:
@@ -148,9 +169,9 @@ class RowsOfSteps:
             assert isinstance(request.row_id, int)
             kept = {(run.step, run.attempt): run.completion for run in self._kept.get(request.row_id, ())}
             row = self._rows[request.row_id] = _RowState(request.row_id, kept)
-            if not self._is_kept(row, 0, 0):
+            if (0, 0) not in kept:
                 to_send.append(self._sent(request, RunId(row.index, 0, 0)))
-            else:
+            elif self._finish(row, 0, 0, row.kept.pop((0, 0))):
                 begun.append(row)
         return to_send + self._followed(begun)
 
@@ -160,8 +181,9 @@ class RowsOfSteps:
         for done in completions:
             assert isinstance(done.row_id, RunId)
             row_id, step, attempt = done.row_id
-            self._finish(self._rows[row_id], step, attempt, checked(done, self._params.pop(done.row_id)))
-            rows.append(self._rows[row_id])
+            row = self._rows[row_id]
+            if self._finish(row, step, attempt, checked(done, self._params.pop(done.row_id))):
+                rows.append(row)
         return self._followed(rows)
 
     def finished(self) -> list[RowOfSteps]:
@@ -196,8 +218,11 @@ class RowsOfSteps:
         return to_send
 
     def _next_step(self, row: _RowState) -> int | None:
-        """Return the step after the row's last one; None if the row ends. Skipped steps count as passed."""
+        """Return the row's last step if its vote is not settled, else the step after it, or None if the row ends.
+        Skipped steps count as passed."""
         at = row.at
+        if at and not row.has_failed and self._num_samples(at, row):
+            return at
         while not row.has_failed:
             passed = self._job.steps[at - 1] if at else None
             if passed is not None and self._is_repeated(passed, row):
@@ -209,8 +234,14 @@ class RowsOfSteps:
                 return None
             when = self._job.steps[at - 1].when
             if when is None or self._is_met(when, row):
+                row.at, row.passed = at, len(row.runs)
                 return at
         return None
+
+    def _num_samples(self, step: int, row: _RowState) -> int:
+        """Return the number of samples that the step's vote needs next; 0 if it is settled, or there is none."""
+        vote = self._job.steps[step - 1].section.vote
+        return 0 if vote is None else num_needed(vote.n, vote.stop_at, [_answer(one) for one in row.samples()])
 
     def _is_repeated(self, step: ResolvedStep, row: _RowState) -> bool:
         repeat, until = step.section.repeat, step.until
@@ -229,59 +260,66 @@ class RowsOfSteps:
         self._ended.append(RowOfSteps.of_runs(row.index, row.runs, row.draft, columns, failed_step))
 
     def _requests(self, step: int, rows: list[_RowState]) -> tuple[list[AnyRequest], list[_RowState]]:
-        """Return the requests to send for this step of rows, and the rows whose requests have finished: refused ones,
-        and those that an earlier run computed."""
-        resolved = self._job.steps[step - 1]
-        attempts = [sum(run.step == step for run in row.runs) for row in rows]
-        unit = self._unit_of(resolved, rows, attempts)
-        for row, text in zip(rows, unit.own("_texts").to_pylist()):
+        """Return the requests to send for this step of rows, and the rows whose requests have all finished: refused
+        ones, and those that an earlier run computed."""
+        asked: list[tuple[_RowState, int]] = []  # with the attempt
+        for row in rows:
+            first = sum(run.step == step for run in row.runs)
+            row.num_open = self._num_samples(step, row) or 1  # all samples of a round
+            asked += [(row, attempt) for attempt in range(first, first + row.num_open)]
+        unit = self._unit_of(self._job.steps[step - 1], asked)
+        for (row, _), text in zip(asked, unit.own("_texts").to_pylist()):
             row.own_text = text
         to_send: list[AnyRequest] = []
         finished: list[_RowState] = []
         requests, failed = self._readers[step](unit)
         for done in failed:
-            row = rows[done.row_id]  # type: ignore[index]
-            self._finish(row, step, attempts[done.row_id], done)  # type: ignore[index]
-            finished.append(row)
-        for request in requests:
-            row, attempt = rows[request.row_id], attempts[request.row_id]  # type: ignore[index]
-            if self._is_kept(row, step, attempt):
+            row, attempt = asked[done.row_id]  # type: ignore[index]
+            if self._finish(row, step, attempt, done):
                 finished.append(row)
-            else:
+        for request in requests:
+            row, attempt = asked[request.row_id]  # type: ignore[index]
+            if (step, attempt) not in row.kept:
                 follow_up = replace(request, is_follow_up=True)
                 to_send.append(self._sent(follow_up, RunId(row.index, step, attempt)))
+            elif self._finish(row, step, attempt, row.kept.pop((step, attempt))):
+                finished.append(row)
         return to_send, finished
 
     def _sent(self, request: AnyRequest, run_id: RunId) -> AnyRequest:
         self._params[run_id] = request.params
         return replace(request, row_id=run_id)
 
-    def _is_kept(self, row: _RowState, step: int, attempt: int) -> bool:
-        """Return whether an earlier run finished this request of a row, after recording that."""
-        kept = row.kept.pop((step, attempt), None)
-        if kept is not None:
-            self._finish(row, step, attempt, kept)
-        return kept is not None
-
-    def _finish(self, row: _RowState, step: int, attempt: int, done: Completion) -> None:
-        row.at = step
+    def _finish(self, row: _RowState, step: int, attempt: int, done: Completion) -> bool:
+        """Record a request of a row. Return whether none is open now."""
         row.runs.append(StepRun(step, attempt, replace(done, row_id=row.index)))
-        if step:
-            resolved = self._job.steps[step - 1]
-            row.columns[resolved.section.name] = values = self._values(resolved, row, step)
-            if resolved.prompt.continues_chat:
-                answer = values.get("label") if resolved.task is not None else done.text
-                row.turns += [
-                    _turn("user", row.question),
-                    *([_turn("assistant", answer)] if answer is not None else []),
-                ]
-        if done.error is None and (step == 0 or self._job.steps[step - 1].section.replaces == DRAFT):
+        row.num_open -= 1
+        if row.num_open:
+            return False
+        if step == 0:
+            row.draft = done if done.error is None else None
+        elif row.has_failed or not self._num_samples(step, row):
+            self._pass(row, self._job.steps[step - 1])
+        return True
+
+    def _pass(self, row: _RowState, step: ResolvedStep) -> None:
+        """Set what follows from the last step of a row."""
+        samples = row.samples()
+        votes = Counter(map(_answer, samples))
+        done = _first_failed(samples) or max(samples, key=lambda one: votes[_answer(one)])  # the first of equal ones
+        values = self._values(step, row, done)
+        if step.section.vote is not None:
+            values["votes"] = None if done.error is not None else votes[_answer(done)]
+        row.columns[step.section.name] = values
+        if step.prompt.continues_chat:
+            answer = values.get("label") if step.task is not None else done.text
+            row.turns.append(_turn("user", row.question))
+            row.turns += [] if answer is None else [_turn("assistant", answer)]
+        if done.error is None and step.section.replaces == DRAFT:
             row.draft = done
 
-    def _values(self, step: ResolvedStep, row: _RowState, index: int) -> dict[str, Any]:
-        """Return the values of a step's column, after its request that finished last."""
-        done = [run.completion for run in row.runs if run.step == index]
-        last = done[-1]
+    def _values(self, step: ResolvedStep, row: _RowState, last: Completion) -> dict[str, Any]:
+        """Return the values of a step's column. last: its completion."""
         if step.task is not None:
             columns = step.task.columns([last], [row.own_text])
             values = {f.name: column[0] for f, column in zip(step.task.fields, columns, strict=True)}
@@ -289,6 +327,7 @@ class RowsOfSteps:
             text = last.text if last.error is None else None
             values = {"generated_text": text, "finish_reason": last.finish_reason}
             values |= {"reasoning": last.reasoning, "num_reasoning_tokens": last.num_reasoning_tokens}
+        done = [run.completion for run in row.runs if run.step == row.at]
         return values | {
             "error": last.error,
             "error_message": last.error_message,
@@ -298,11 +337,12 @@ class RowsOfSteps:
             "attempts": len(done),
         }
 
-    def _unit_of(self, step: ResolvedStep, rows: list[_RowState], attempts: list[int]) -> Unit:
-        """Return rows as a unit with the step's prompts."""
+    def _unit_of(self, step: ResolvedStep, asked: list[tuple[_RowState, int]]) -> Unit:
+        """Return the attempts of rows as a unit with the step's prompts."""
+        rows = [row for row, _ in asked]
         ids = [self._ids[row.index] for row in rows]
         seed, name = self._job.config.seed, step.section.name
-        seeds = [step_seed(seed, *row_id, name, attempt) for row_id, attempt in zip(ids, attempts, strict=True)]
+        seeds = [step_seed(seed, *row_id, name, attempt) for row_id, (_, attempt) in zip(ids, asked, strict=True)]
         columns = self._columns([name for name in step.units.columns if name != SEED], rows)
         columns[SEED] = pa.array(seeds, pa.int64())
         files = pa.array([file for file, _ in ids], pa.string()), pa.array([row for _, row in ids], pa.int64())
@@ -337,6 +377,11 @@ class RowsOfSteps:
             row.turns = [*turns, _turn("assistant", row.runs[0].completion.text)]
         row.question = prompt
         return json.dumps([*row.turns, _turn("user", prompt)], ensure_ascii=False)
+
+
+def _answer(done: Completion) -> str:
+    """Return the text that samples of a vote are compared by."""
+    return done.text.strip()
 
 
 def _turn(role: str, content: str) -> dict[str, Any]:

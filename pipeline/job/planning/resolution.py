@@ -25,7 +25,7 @@ from pipeline.data.columns import is_list, is_text
 from pipeline.data.conditions import Condition
 from pipeline.data.files.listing import would_find
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import ResultShape, output_schema, step_field, without_dropped_by
+from pipeline.data.output.result_columns import ResultShape, output_schema, without_dropped_by
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
@@ -424,8 +424,7 @@ class Resolution:
         """Determine the result columns. The task of a checkpoint that is not on this machine counts as having none."""
         task = self.task if self.knows("task") else None
         of_task = None if self.config.task.type == "generate" else () if task is None else task.fields
-        steps = zip(self.config.steps, self.step_prompts, strict=True)
-        columns = tuple(step_field(step.name, prompt.results) for step, prompt in steps)
+        columns = tuple(prompt.field for prompt in self.step_prompts)
         self.results = result_shape(self.config, self.sampling, of_task, columns)
 
     def output_columns(self) -> None:

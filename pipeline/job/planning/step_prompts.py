@@ -24,12 +24,13 @@ from pipeline.job.planning.checkpoint_values import reasoning_markers
 
 @dataclass(frozen=True)
 class StepPrompt:
-    """Prompts of a step, its result columns, and its conditions. columns: of the input that it reads."""
+    """Prompts of a step, its column in the output, and its conditions. columns: of the input that it reads."""
 
     prompt: PromptSection
     spec: PromptSpec
     texts: RowTexts | None
     results: ResultShape
+    field: pa.Field
     columns: tuple[str, ...]
     when: Condition | None
     until: Condition | None
@@ -48,6 +49,7 @@ def step_prompts(config: JobConfig, schema: pa.Schema, names: Sequence[str]) -> 
         task = plain_task(step.task)
         fields = None if task is None else task.fields
         results = ResultShape(reasoning=step.sampling.reasoning is not None, task_fields=fields)
+        field = step_field(step.name, results, step.vote is not None)
         own = ".".join(("prompt", next(key for key in ("template", "column", "messages") if getattr(step.prompt, key))))
         try:
             prompt = _with_chat(step.prompt, config.prompt)
@@ -67,14 +69,14 @@ def step_prompts(config: JobConfig, schema: pa.Schema, names: Sequence[str]) -> 
             if until is not None:
                 read[until.key] = until
                 _check_order(until.key, until.columns, later[1:], schema.names)
-                until.check(_with(known, step_field(step.name, results)))
+                until.check(_with(known, field))
             columns = [name for each in read.values() for name in each.columns if name in schema.names]
-            yield StepPrompt(prompt, spec, texts, results, tuple(dict.fromkeys(columns)), when, until)
+            yield StepPrompt(prompt, spec, texts, results, field, tuple(dict.fromkeys(columns)), when, until)
         except ConfigError as error:
             text = str(error)
             text = text.replace("prompt:", f"{own}:", 1) if text.startswith("prompt:") else text
             yield ConfigError(f"{at}{text}", key=f"{at}{text.partition(':')[0]}")
-        known = _with(known, step_field(step.name, results))
+        known = _with(known, field)
 
 
 def _with(schema: pa.Schema, field: pa.Field) -> pa.Schema:
@@ -123,4 +125,5 @@ def resolved_steps(config: JobConfig, prompts: Sequence[StepPrompt], model: Path
 
 def max_new_tokens(steps: Sequence[StepSection]) -> int:
     """Return the most tokens that a row's steps generate."""
-    return sum(sampling_params(step.sampling).max_tokens for step in steps if step.task.type == "generate")
+    found = [(sampling_params(step.sampling).max_tokens, step) for step in steps if step.task.type == "generate"]
+    return sum(tokens * (1 if step.vote is None else step.vote.n) for tokens, step in found)
