@@ -103,7 +103,7 @@ class EndpointRequest:
     prompt as tokens, for servers that accept them; empty if unknown. control_token: a control token that the server
     would parse in the text; empty if there is none. images: the files that the body's parts refer to, in their order:
     their content, or a path or url. is_follow_up: sent before waiting requests, while the server may still cache the
-    prompt that it continues."""
+    prompt that it continues. expects_follow_up: such a request follows."""
 
     row_id: object
     body: Mapping[str, Any]
@@ -113,6 +113,7 @@ class EndpointRequest:
     images: tuple[bytes | str, ...] = field(default=(), repr=False)
     quality: None = None
     is_follow_up: bool = False
+    expects_follow_up: bool = False
 
 
 def base_url(url: str) -> tuple[str, str]:

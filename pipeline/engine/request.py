@@ -19,7 +19,7 @@ class Request:
     """One prompt to complete. `row_id` belongs to the caller and is returned unchanged on the completion. task: a task
     instead of a completion; nothing is generated then, and `params` are ignored. adapter: a name from
     `EngineConfig.adapters`; None: the base model. is_follow_up: computed before waiting requests, while the prompt that
-    it continues is still cached."""
+    it continues is still cached. expects_follow_up: its prompt stays cached for one that arrives soon after its end."""
 
     row_id: object
     prompt_token_ids: list[int]
@@ -28,6 +28,7 @@ class Request:
     task: Task | None = None
     adapter: str | None = None
     is_follow_up: bool = False
+    expects_follow_up: bool = False
 
     @property
     def max_tokens(self) -> int:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline.engine.schedule.block_pool import BlockPool
+from pipeline.engine.schedule.held_prompts import HeldPrompts
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.slot_table import SlotTable
 from pipeline.engine.stats import EngineStats
@@ -38,8 +39,15 @@ class Admission:
 
     min_history = 16  # finished sequences before lengths are predicted
 
-    def __init__(self, table: SlotTable, pool: BlockPool, stats: EngineStats, enable_prefix_caching: bool) -> None:
-        self._table, self._pool, self._stats = table, pool, stats
+    def __init__(
+        self,
+        table: SlotTable,
+        pool: BlockPool,
+        stats: EngineStats,
+        enable_prefix_caching: bool,
+        held: HeldPrompts,
+    ) -> None:
+        self._table, self._pool, self._stats, self._held = table, pool, stats, held
         self._enable_prefix_caching = enable_prefix_caching
         self.waiting: deque[Sequence] = deque()
         self.expected_output: int | None = None  # expected generated tokens of a sequence; None: its limit
@@ -97,6 +105,8 @@ class Admission:
                 self.waiting.appendleft(sequence)
                 break
             pool.share(hits.all)
+            if sequence.request.is_follow_up:
+                self._held.continued(hits.all)
             new, window_new = (pool.allocate(num) for num in num_new)
             slots.append(self._table.occupy(sequence, hits.pages + new, start, hits.window_pages + window_new))
             starts.append(start)

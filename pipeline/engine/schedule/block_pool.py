@@ -117,6 +117,13 @@ class BlockPool:
                 found.append(page)
         return 0, []
 
+    def findable(self, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
+        """Return those of `blocks` that are the registered ones of their prefix, and the others."""
+        found, others = [], []
+        for block in blocks:
+            (others if self._hash[block] is None else found).append(block)
+        return found, others
+
     def num_free_of(self, blocks: Iterable[int]) -> int:
         """Return how many of `blocks` are free."""
         ref_count = self._ref_count

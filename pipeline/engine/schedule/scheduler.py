@@ -28,6 +28,7 @@ import numpy as np
 
 from pipeline.engine.schedule.admission import Admission
 from pipeline.engine.schedule.block_pool import BlockPool, window_hashes
+from pipeline.engine.schedule.held_prompts import HeldPrompts
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.slot_table import SlotTable, ranges
@@ -66,7 +67,8 @@ class Scheduler:
         assert max_num_batched_tokens >= table.num_slots, "each running sequence must fit a step"
         self.table, self.pool, self.stats = table, pool, stats
         self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
-        self.admission = Admission(table, pool, stats, enable_prefix_caching)
+        self.held = HeldPrompts(pool)
+        self.admission = Admission(table, pool, stats, enable_prefix_caching, self.held)
         self.running = np.zeros(0, dtype=np.int64)  # slots, oldest sequence first
         self.step_tokens = max_num_batched_tokens  # current token budget; lower after a step ran out of memory
         self.pacing: AdmissionPacing | None = None  # None: sequences that fit are admitted at once
@@ -140,7 +142,10 @@ class Scheduler:
                 self.pool.forget(pages)
             elif not finished:
                 self._make_findable(slot, prompt // size, computed // size)
-            self.pool.release(pages)
+            if finished and table.at(slot).request.expects_follow_up:
+                self.held.hold(pages, self._num_steps)
+            else:
+                self.pool.release(pages)
             sequences.append(table.vacate(slot, finished))
         return sequences
 
@@ -149,6 +154,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Decide the next step and allocate its blocks; None when there is nothing to compute."""
         self._release_passed()
+        if self.held:
+            self.held.expire(self._num_steps)
         slot_S, start_S, count_S, preempted = self._plan_running()
         if self.waiting and self.table.num_free_slots and not preempted and self._is_time_to_admit(count_S):
             slots, starts, counts = self.admission.admit(self.step_tokens - int(count_S.sum()), self.running)
@@ -164,6 +171,9 @@ class Scheduler:
             used = np.flatnonzero(count_S)
             slot_S, start_S, count_S = slot_S[used], start_S[used], count_S[used]
         if not len(slot_S):
+            if self.held and self.waiting:
+                self.held.release_all()
+                return self.plan()
             return None
         samples_S = start_S + count_S == self.table.num_known[slot_S]
         if self.table.num_readers:
@@ -261,6 +271,9 @@ class Scheduler:
             slot_S, count_S = wanted.slot_S, wanted.count_S
             if wanted.num_pages <= self.pool.num_free:
                 break
+            if self.held:
+                self.held.release_all()
+                continue
             if table.pages.window is not None:
                 in_chunks = int(count_S[count_S > 1].sum())
                 if in_chunks // 2 >= (1 if len(slot_S) == 1 else table.pages.block_size):

@@ -280,15 +280,16 @@ class RowsOfSteps:
         for request in requests:
             row, attempt = asked[request.row_id]  # type: ignore[index]
             if (step, attempt) not in row.kept:
-                follow_up = replace(request, is_follow_up=True)
-                to_send.append(self._sent(follow_up, RunId(row.index, step, attempt)))
+                to_send.append(self._sent(request, RunId(row.index, step, attempt)))
             elif self._finish(row, step, attempt, row.kept.pop((step, attempt))):
                 finished.append(row)
         return to_send, finished
 
     def _sent(self, request: AnyRequest, run_id: RunId) -> AnyRequest:
         self._params[run_id] = request.params
-        return replace(request, row_id=run_id)
+        last = self._job.steps[-1].section
+        is_last = run_id.step == len(self._job.steps) and last.repeat is None and last.vote is None
+        return replace(request, row_id=run_id, is_follow_up=run_id.step > 0, expects_follow_up=not is_last)
 
     def _finish(self, row: _RowState, step: int, attempt: int, done: Completion) -> bool:
         """Record a request of a row. Return whether none is open now."""

@@ -1,6 +1,7 @@
 """The scheduler on a model whose tokens expose every mistake: see hash_runner."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,6 +80,61 @@ def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(
     assert engine.stats.prompt_tokens == fresh
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in done.values())
     assert engine.stats.cached_tokens == sum(c.num_cached_tokens for c in done.values())
+
+
+@pytest.mark.parametrize("has_window", [False, True])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_stay_cached_for_follow_ups_that_arrive_some_steps_later(
+    seed: int, is_asynchronous: bool, has_window: bool
+) -> None:
+    """The pool is too small for the rows that wait, and for some that run. Some rows have no follow-up after all."""
+    rng = np.random.default_rng(seed)
+    engine = tight_engine(rng, 64, has_window, is_asynchronous=is_asynchronous)
+    requests = [replace(r, expects_follow_up=True) for r in random_requests(rng, 40, 30)]
+    later: list[tuple[int, Request]] = []
+    done: dict[object, Completion] = {}
+    for request in requests:
+        engine.add(request)
+    for step in range(20_000):
+        if not engine.has_unfinished and not later:
+            break
+        for completion in engine.step():
+            done[completion.row_id] = completion
+            if isinstance(completion.row_id, int) and completion.row_id % 4:
+                first = requests[completion.row_id]
+                prompt = [*first.prompt_token_ids, *rng.integers(0, VOCAB - 1, 5).tolist()]
+                later.append((step + 3, Request((completion.row_id,), prompt, first.params, is_follow_up=True)))
+        engine.pool.check()
+        while later and (later[0][0] <= step or not engine.has_unfinished):
+            engine.add(later[0][1])
+            requests.append(later.pop(0)[1])
+    check_tokens(done, requests, 64)
+    assert len(done) == len(requests) == 70
+    engine.scheduler.held.release_all()
+    engine.pool.check()
+    assert engine.pool.num_held == 0
+
+
+def test_the_prompts_of_a_full_pool_are_held_for_follow_ups_until_running_rows_need_the_blocks() -> None:
+    engine = hash_engine(34, 4, max_model_len=64, max_num_seqs=8)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    prompts = [[row, *range(3, 34)] for row in range(40)]
+    late: list[tuple[int, Request]] = []
+    cached: list[int] = []
+    for row, prompt in enumerate(prompts):
+        engine.add(Request(row, prompt, params, expects_follow_up=True))
+    for step in range(1000):
+        for done in engine.step():
+            if isinstance(done.row_id, int):
+                late.append((step + 3, Request((done.row_id,), [*prompts[done.row_id], 1], params, is_follow_up=True)))
+            else:
+                cached.append(done.num_cached_tokens)
+        while late and late[0][0] <= step:
+            engine.add(late.pop(0)[1])
+        if len(cached) == len(prompts):
+            break
+    assert cached == [32] * len(prompts)
 
 
 def test_preemption_is_counted_as_repeated_work_and_completions_have_their_times() -> None:

@@ -1,0 +1,51 @@
+"""Blocks of ended prompts that a follow-up request is about to continue.
+
+If all blocks are in use, those of a row that ends would be given to the next waiting row before the follow-up of the
+first arrives. They are held until then, for a limited number of steps, and only while no running row lacks blocks.
+"""
+
+from collections.abc import Iterable
+
+from pipeline.engine.schedule.block_pool import BlockPool
+
+MAX_STEPS = 64  # a follow-up arrives within a few steps; a row may also end without one
+
+
+class HeldPrompts:
+    """References to the findable blocks of ended prompts. Empty unless requests expect follow-ups."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._held: dict[int, tuple[int, list[int]]] = {}  # by its last block: the last step, and the blocks; in order
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def hold(self, blocks: list[int], step: int) -> None:
+        """Take over the caller's references to the blocks of a sequence that ended in this step."""
+        found, others = self._pool.findable(blocks)
+        self._pool.release(others)
+        if found and found[-1] not in self._held:
+            self._held[found[-1]] = step + MAX_STEPS, found
+        else:
+            self._pool.release(found)
+
+    def expire(self, step: int) -> None:
+        """Release the prompts without a follow-up until this step."""
+        for last, (until, _) in list(self._held.items()):
+            if until > step:
+                break
+            self._release(last)
+
+    def continued(self, blocks: Iterable[int]) -> None:
+        """Release the prompts with these blocks, which a follow-up holds now."""
+        for block in blocks:
+            if block in self._held:
+                self._release(block)
+
+    def release_all(self) -> None:
+        for last in list(self._held):
+            self._release(last)
+
+    def _release(self, last: int) -> None:
+        self._pool.release(self._held.pop(last)[1])
