@@ -3,11 +3,10 @@
 The section "fake" in the model folder's config.json configures the engine: step_s, max_num_seqs, load_s, prints (a
 text), slow (a text) and slow_s (duration of steps with that text; with slow_until only until that number of engines
 has loaded, by the files that they leave in the folder loaded_in), max_model_len (longer prompts are refused), cached
-(tokens at the head of every prompt but the first, from cache), fail_load (a class of `pipeline.errors`, or a built-in
-one), and texts that, in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
-out_of_memory, unusable). A `once` file path limits the fault to the first time; a file at `cured_by` ends it.
-resolved_in: a file with more
-resolved settings. stops_once: the first process, which creates this file, stops as soon as it is ready.
+(tokens at the head of every prompt but the first, from cache), kinds (number of different answers, of one token
+each), fail_load (a class of `pipeline.errors`, or a built-in one), and texts that, in a running prompt, end the process
+(kill, segfault), hang it (hang) or raise (crash, out_of_memory, unusable). A `once` file path limits the fault to the
+first time; a file at `cured_by` ends it. resolved_in: a file with more resolved settings. stops_once: the first process, which creates this file, stops as soon as it is ready.
 """
 
 import builtins
@@ -179,6 +178,8 @@ class FakeEngine:
                 refused.append(Completion(request.row_id, [], "", "error", length, error="prompt_too_long"))
                 continue
             ids = answer(request.prompt_token_ids, request.params.seed, request.params.max_tokens)
+            if "kinds" in self.fake:
+                ids = [ids[0] % self.fake["kinds"]]
             self.running[request.row_id] = (request, ids, 0)
             self.cached[request.row_id] = self.fake.get("cached", 0) if self.stats.prompt_tokens else 0
             self.stats.prompt_tokens += len(request.prompt_token_ids)

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,6 +18,7 @@ from pipeline.config.jobfile import JobFileError
 from pipeline.data.output.parts import PartStore
 from pipeline.engine.tasks import Choice, ChoiceResult
 from pipeline.errors import FingerprintError, Interrupted
+from pipeline.job.actor.steps import num_needed
 from pipeline.job.actor.tokenize import row_seed, step_seed
 from pipeline.job.output.audit import audit
 from pipeline.job.preview.validation import validate_job
@@ -356,6 +358,73 @@ def test_steps_are_skipped_and_repeated_by_conditions(chain, is_stopped):
     assert sum(record["actors"][0]["stats"]["prompt_tokens"] for record in runs(chain)) == report.tokens.computed
 
 
+def voted(answers: list[str], n: int, stop_at: float) -> tuple[str, int, int]:
+    """Return the winner of a vote with its votes, and the number of samples, if they are computed one by one."""
+    for count in range(1, n + 1):
+        votes = Counter(answers[:count])
+        most, needed = max(votes.values()), -(-stop_at * n // 1)
+        if most >= needed or most + n - count < needed or count == n:
+            winner = max(votes, key=votes.__getitem__)  # the first of equal ones
+            return winner, most, count
+    raise AssertionError
+
+
+def test_the_rounds_of_a_vote_have_no_more_samples_than_one_by_one():
+    rng = np.random.default_rng(0)
+    for _ in range(2000):
+        n, stop_at = int(rng.integers(2, 12)), float(rng.choice([0.25, 0.5, 0.6, 0.75, 1.0]))
+        answers = rng.choice(["a", "b", "c"], n, p=[0.7, 0.2, 0.1]).tolist()
+        count = 0
+        while more := num_needed(n, stop_at, answers[:count]):
+            count += more
+        assert count == voted(answers, n, stop_at)[2]
+
+
+VOTE = {
+    "name": "answer",
+    "prompt": {"template": "{text} {draft}: answer"},
+    "sampling": {"temperature": 0.5},
+    "vote": {"n": 8, "stop_at": 0.75},
+    "replaces": "draft",
+}
+KINDS = 2
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_vote_stops_sampling_a_row_once_it_is_settled(chain, is_stopped):
+    """The step after the vote decides whether it is repeated, with the next seeds."""
+    again = {**CHECK, "prompt": {"template": "{draft}; {text} ok?"}}
+    again["repeat"] = {"from": "answer", "until": "check.label = ' yes'", "at_most": 1}
+    chain.fake(kinds=KINDS, **({"step_s": 0.02, "max_num_seqs": 3} if is_stopped else {}))
+    sections = {"steps": [VOTE, again], "output": {"rows_per_file": 50}, "sampling": {"max_tokens": 1}}
+    if is_stopped:
+        for stop_at in (1, 12):
+            with pytest.raises(Interrupted):
+                run(chain, [(lambda status, at=stop_at: status.rows_done >= at, signal.SIGTERM)], **sections)
+    report, _ = run(chain, **sections)
+    labels = tuple(tuple(label.encode()) for label in LABELS)
+    counts: Counter[Any] = Counter()
+    for i, row in by_id(chain).items():
+        first = answer(list(f"Say {TEXTS[i]}".encode()), row_seed(0, "f0.parquet", i), 1)
+        draft, attempts, votes, count = str(first[0] % KINDS), 0, 0, 0
+        for _ in range(2):
+            prompt = list(f"{TEXTS[i]} {draft}: answer".encode())
+            seeds = [step_seed(0, "f0.parquet", i, "answer", attempts + sample) for sample in range(8)]
+            answers = [str(answer(prompt, seed, 256)[0] % KINDS) for seed in seeds]
+            draft, votes, count = voted(answers, 8, 0.75)
+            attempts += count
+            chosen = result_of(list(f"{draft}; {TEXTS[i]} ok?".encode()), Choice(labels))
+            assert isinstance(chosen, ChoiceResult)
+            if chosen.best == 0:
+                break
+        found = row["answer"]
+        assert (row["generated_text"], found["generated_text"]) == (draft, draft)
+        assert (found["votes"], found["attempts"]) == (votes, attempts)
+        counts[count] += 1
+    assert set(counts) == {6, 7, 8}
+    assert sum(record["actors"][0]["stats"]["prompt_tokens"] for record in runs(chain)) == report.tokens.computed
+
+
 def mistakes_of(job, steps: list[Any], **sections: Any) -> list[str]:
     """Return the mistakes of a job file with these steps, each with the line of its step."""
     try:
@@ -414,6 +483,10 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([{**CHOICE, "repeat": {"from": "s", "until": "s.label = ''"}}], {}, "steps[0].repeat.at_most: required"),
     ([{**CHOICE, "repeat": {"from": "s", "until": "s.label = ''", "at_most": 0}}], {}, "expected at least 1"),
     ([{**CHOICE, "repeat": {"until": "s.label = ''", "at_most": 1}}], {}, "steps[0].repeat.from: required"),
+    ([{**GENERATE, "vote": {"n": 8}}], {}, "steps[0].vote: needs task generate and sampling.temperature above 0"),
+    ([{**CHOICE, "vote": {"n": 8}}], {}, "steps[0].vote: needs task generate"),
+    ([{**VOTE, "vote": {"n": 1}}], {}, "steps[0].vote.n: expected at least 2"),
+    ([{**VOTE, "vote": {"n": 8, "stop_at": 1.5}}], {}, "steps[0].vote.stop_at: expected at most 1"),
     ([GENERATE], {"prompt": {"template": "{text}", "continues_chat": True}}, "has no effect in the first prompt"),
     ([GENERATE], {"task": "score", "sampling": {}}, "steps: need a first prompt that generates text"),
     ([GENERATE], {"sampling": {"n": 2, "temperature": 1.0}}, "sampling.n: must be 1 with steps"),
