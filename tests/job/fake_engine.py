@@ -6,7 +6,8 @@ has loaded, by the files that they leave in the folder loaded_in), max_model_len
 (tokens at the head of every prompt but the first, from cache), kinds (number of different answers, of one token
 each), fail_load (a class of `pipeline.errors`, or a built-in one), and texts that, in a running prompt, end the process
 (kill, segfault), hang it (hang) or raise (crash, out_of_memory, unusable). A `once` file path limits the fault to the
-first time; a file at `cured_by` ends it. resolved_in: a file with more resolved settings. stops_once: the first process, which creates this file, stops as soon as it is ready.
+first time; a file at `cured_by` ends it. resolved_in: a file with more resolved settings. stops_once: the first
+process, which creates this file, stops as soon as it is ready.
 """
 
 import builtins

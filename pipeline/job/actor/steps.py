@@ -262,23 +262,23 @@ class RowsOfSteps:
     def _requests(self, step: int, rows: list[_RowState]) -> tuple[list[AnyRequest], list[_RowState]]:
         """Return the requests to send for this step of rows, and the rows whose requests have all finished: refused
         ones, and those that an earlier run computed."""
-        asked: list[tuple[_RowState, int]] = []  # with the attempt
+        attempts: list[tuple[_RowState, int]] = []  # with the attempt
         for row in rows:
             first = sum(run.step == step for run in row.runs)
             row.num_open = self._num_samples(step, row) or 1  # all samples of a round
-            asked += [(row, attempt) for attempt in range(first, first + row.num_open)]
-        unit = self._unit_of(self._job.steps[step - 1], asked)
-        for (row, _), text in zip(asked, unit.own("_texts").to_pylist()):
+            attempts += [(row, attempt) for attempt in range(first, first + row.num_open)]
+        unit = self._unit_of(self._job.steps[step - 1], attempts)
+        for (row, _), text in zip(attempts, unit.own("_texts").to_pylist()):
             row.own_text = text
         to_send: list[AnyRequest] = []
         finished: list[_RowState] = []
         requests, failed = self._readers[step](unit)
         for done in failed:
-            row, attempt = asked[done.row_id]  # type: ignore[index]
+            row, attempt = attempts[done.row_id]  # type: ignore[index]
             if self._finish(row, step, attempt, done):
                 finished.append(row)
         for request in requests:
-            row, attempt = asked[request.row_id]  # type: ignore[index]
+            row, attempt = attempts[request.row_id]  # type: ignore[index]
             if (step, attempt) not in row.kept:
                 to_send.append(self._sent(request, RunId(row.index, step, attempt)))
             elif self._finish(row, step, attempt, row.kept.pop((step, attempt))):
@@ -338,12 +338,12 @@ class RowsOfSteps:
             "attempts": len(done),
         }
 
-    def _unit_of(self, step: ResolvedStep, asked: list[tuple[_RowState, int]]) -> Unit:
+    def _unit_of(self, step: ResolvedStep, attempts: list[tuple[_RowState, int]]) -> Unit:
         """Return the attempts of rows as a unit with the step's prompts."""
-        rows = [row for row, _ in asked]
+        rows = [row for row, _ in attempts]
         ids = [self._ids[row.index] for row in rows]
         seed, name = self._job.config.seed, step.section.name
-        seeds = [step_seed(seed, *row_id, name, attempt) for row_id, (_, attempt) in zip(ids, asked, strict=True)]
+        seeds = [step_seed(seed, *row_id, name, attempt) for row_id, (_, attempt) in zip(ids, attempts, strict=True)]
         columns = self._columns([name for name in step.units.columns if name != SEED], rows)
         columns[SEED] = pa.array(seeds, pa.int64())
         files = pa.array([file for file, _ in ids], pa.string()), pa.array([row for _, row in ids], pa.int64())
