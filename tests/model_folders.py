@@ -1,5 +1,7 @@
 """Tiny random checkpoints of every family, written by transformers, and a byte-level tokenizer for them."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,10 @@ K_IS_V = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 32}
 GLM_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
            "routed_scaling_factor": 1.5, "n_shared_experts": 2}  # fmt: skip
+
+DELTA = {"initializer_range": 0.1, "head_dim": 16, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
+         "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+         "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
 
 FAMILIES = [
     Family("llama2", "llama", {"num_key_value_heads": 4}),
@@ -97,6 +103,9 @@ FAMILIES = [
     ),
     Family("qwen3-moe", "qwen3_moe", QWEN_MOE | {"head_dim": 32, "norm_topk_prob": True}),
     Family("qwen3-moe-mixed", "qwen3_moe", QWEN_MOE | {"head_dim": 16, "mlp_only_layers": [1]}),
+    Family("qwen3-5", "qwen3_5_text", DELTA | {"tie_word_embeddings": True}),
+    Family("qwen3-5-moe", "qwen3_5_moe_text", DELTA | QWEN_MOE | {"shared_expert_intermediate_size": 64}),
+    Family("qwen3-next", "qwen3_next", DELTA | QWEN_MOE | {"shared_expert_intermediate_size": 64}),
     Family("olmoe", "olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
     Family("glm4-moe", "glm4_moe", GLM_MOE),
     Family("glm4-moe-groups", "glm4_moe", GLM_MOE | {"n_group": 4, "topk_group": 2, "use_qk_norm": True}),
@@ -181,13 +190,24 @@ def make_family(folder: Path, family: Family, seed: int) -> Path:
 
 
 def load_reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """Load a model in transformers. With longrope it uses the long factors always, as an engine for long sequences."""
+    """Load a model in transformers. With longrope it uses the long factors always, as an engine for long sequences. A
+    Gated DeltaNet is computed token by token: in chunks it is 2 to 4 times further from the result in float64."""
     config = AutoConfig.from_pretrained(folder)
     rope = getattr(config, "rope_parameters", None) or {}
     if "long_factor" in rope:
         rope["short_factor"] = rope["long_factor"]
     options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
-    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, **options).eval()
+    module: Any = sys.modules[type(model).__module__]
+    if hasattr(module, CHUNKED):
+        in_chunks.setdefault(module, getattr(module, CHUNKED))
+        setattr(module, CHUNKED, module.torch_recurrent_gated_delta_rule)
+    return model
+
+
+CHUNKED = "torch_chunk_gated_delta_rule"
+in_chunks: dict[Any, Callable[..., Any]] = {}
+"""By module of transformers: the function that `load_reference` replaces."""
 
 
 class Named(dict[str, torch.Tensor]):

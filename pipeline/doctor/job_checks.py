@@ -155,6 +155,8 @@ def _architecture(folder: Path, setup: Setup) -> Iterator[Check]:
     context = f"a full context of {length:,} tokens {shown_bytes(pages.num_pages(length) * pages.page_bytes)}"
     if pages.window is not None:
         context += f" (some layers keep the last {pages.window:,})"
+    if fit.state_bytes:
+        context += f", states {shown_bytes(fit.state_bytes)} a row"
     others = ["a draft model"] * (model.draft is not None) + [f"adapters: {shown_bytes(adapters)}"] * bool(adapters)
     included = f" (with {', '.join(others)})" if others else ""
     weights = f"about {shown_bytes(need)} of weights{included} in {str(fit.dtype).removeprefix('torch.')}"

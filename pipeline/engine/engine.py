@@ -75,6 +75,8 @@ class Engine:
             max_num_seqs=resolved.max_num_seqs,
             max_num_batched_tokens=resolved.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
+            has_states=resolved.state_bytes > 0,
+            num_snapshots=resolved.num_snapshots,
             seed=config.seed,
             adapters=tuple(config.adapters),
         )
@@ -105,6 +107,8 @@ class Engine:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
+        has_states: bool = False,
+        num_snapshots: int = 0,
         seed: int = 0,
         adapters: tuple[str, ...] = (),
     ) -> None:
@@ -113,8 +117,10 @@ class Engine:
         self.tokenizer, self.max_model_len = tokenizer, max_model_len
         self.stats = EngineStats()
         self.pool = BlockPool(num_pages, kv_pages.page_size)
-        self.table = SlotTable(max_num_seqs, max_model_len, kv_pages, adapters)
-        self.scheduler = Scheduler(self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching)
+        self.table = SlotTable(max_num_seqs, max_model_len, kv_pages, adapters, has_states)
+        self.scheduler = Scheduler(
+            self.table, self.pool, self.stats, max_num_batched_tokens, enable_prefix_caching, num_snapshots
+        )
         self._masks = GrammarMasks(tokenizer, runner.vocab_size, self.table, self.stats, device_context.num_threads)
         self._output_processor = OutputProcessor(self.scheduler, tokenizer, self._masks, runner.vocab_size, self._clean)
         self._input_processor = InputProcessor(self.scheduler, tokenizer, self._masks, seed)

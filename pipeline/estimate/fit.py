@@ -22,6 +22,9 @@ from pipeline.engine.startup.memory import (
     dense_weights_fit,
     free_cpu_bytes,
     layer_bytes_on_gpu,
+    limit_states,
+    max_states,
+    num_snapshots,
     offload_plan,
     weight_bytes,
 )
@@ -44,10 +47,11 @@ class Fit:
     """Fit of a model on one device, or on a group of `num_cards` of them.
 
     memory_bytes: of each device: the sum of weight_bytes (its share of the model, and the draft model), kv_bytes (of
-    the KV cache), step_bytes (of the largest step and of libraries) and free_bytes, which is negative if the weights do
-    not fit. activations: as rounded there. kv_bytes_per_token: of each device's share of the KV cache, in all layers.
-    pages: of that share. keeps_dense:
-    packed weights have a 16-bit copy. offload: weights in host memory, which weight_bytes excludes. lacks: a feature
+    the KV cache and of states), step_bytes (of the largest step and of libraries) and free_bytes, which is negative if
+    the weights do not fit. activations: as rounded there. kv_bytes_per_token: of each device's share of the KV cache,
+    in all layers.
+    pages: of that share. state_bytes: of a sequence, in layers that keep no keys and values. keeps_dense: packed
+    weights have a 16-bit copy. offload: weights in host memory, which weight_bytes excludes. lacks: a feature
     that the job requires and the device lacks, so that a run would fail; else empty.
     """
 
@@ -61,6 +65,7 @@ class Fit:
     kv_bytes_per_token: int
     pages: KVPages
     limits: BatchLimits
+    state_bytes: int = 0
     step_bytes: int = 0
     num_cards: int = 1
     keeps_dense: bool = False
@@ -82,11 +87,21 @@ class Fit:
 
     @property
     def num_pages(self) -> int:
-        return self.kv_bytes // self.pages.page_bytes
+        seqs = self.limits.max_num_seqs
+        states = self.state_bytes and self.state_bytes * (seqs + num_snapshots(seqs))
+        return max(0, self.kv_bytes - states) // self.pages.page_bytes
 
     def num_sequences(self, length: int) -> int:
-        """Return the number of sequences of `length` tokens whose keys and values fit at once."""
+        """Return the number of sequences of `length` tokens whose keys, values and states fit at once."""
+        if self.state_bytes:
+            return max_states(self.kv_bytes, self.state_bytes, self.pages, length)
         return self.num_pages // self.pages.num_pages(length)
+
+    def with_states(self, model: ModelConfig, engine: EngineConfig) -> "Fit":
+        """Return the fit with the states of a model, and their limit of running sequences."""
+        length, each = engine.max_model_len or model.max_position, model.state_bytes(self.dtype)
+        seqs = engine.max_num_seqs or limit_states(self.kv_bytes, each, self.pages, length, self.limits.max_num_seqs)
+        return replace(self, state_bytes=each, limits=replace(self.limits, max_num_seqs=seqs))
 
 
 @dataclass(frozen=True)
@@ -161,7 +176,7 @@ class ServedModel:
             pages=self._pages(self.config, kv_dtype, "cpu"),
             limits=self._limits(CPU_LIMITS),
             lacks="engine.cpu_offload_gb needs a GPU" if self.engine.cpu_offload_gb else "",
-        )
+        ).with_states(self.config, self.engine)
 
     def on_card(self, card: Card, num_cards: int) -> Fit:
         """Return the fit on a group of `num_cards` cards."""
@@ -207,7 +222,7 @@ class ServedModel:
             keeps_dense=keeps_dense,
             offload=offload,
             lacks=lacks,
-        )
+        ).with_states(config, engine)
 
     def _dtypes(self, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
         """Return the dtype of computing and that of the KV cache."""

@@ -26,6 +26,7 @@ class AttentionInput:
     block_size: int
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
     """Plans of this step: a kernel plans in the first layer that needs a plan; later layers find it by its key."""
+    state_slot_S: np.ndarray | None = None  # int64: where each sequence's states are; None: no layer keeps a state
     windowed: "AttentionInput | None" = None
     """The same step in the blocks of the layers that keep only the last tokens; None: all layers keep all."""
 

@@ -15,6 +15,7 @@ import torch
 from pipeline.kernels.adapters import Lora, LowRankUpdate
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import LayerCache
+from pipeline.kernels.delta_net import DeltaWeights, StateCache
 from pipeline.kernels.graph_attention import GraphAttention, GraphShape
 from pipeline.kernels.layer_parts import FusedLayerLoop, LayerParts
 from pipeline.kernels.linears import Linear, RoundedLinears
@@ -75,6 +76,9 @@ class Kernels:
       norms each query and key head if the family does, rotates halves, the layout of Hugging Face checkpoints ("neox"),
       and writes keys and values into the cache in place, in the cache's form (see `kernels/cache.py`).
     attention(q_TND, LayerCache, AttentionInput, scale, window, softcap, sinks_N) -> o_TND: see `Attention`.
+    delta_net(qkvz_TX, ba_TX, weights, eps, StateCache, AttentionInput) -> o_TX: a Gated DeltaNet between its linears;
+      advances the states of the step's sequences, or keeps its inputs (see `kernels/delta_net.py`). qkvz: channels, and
+      z of all value heads. ba: b, then a, of all value heads.
     rms_norm(x_TH, weight_H, eps) -> the norm, written into x, whose rows may lie apart.
     gate_mul(gate_up_T2F, activation) -> activation(first half) * second half; "silu", or "gelu_tanh", the approximation
       by tanh of GELU (arXiv 1606.08415). "clamped_swiglu" is gate * sigmoid(1.702 * gate) * (up + 1), with gate = first
@@ -118,6 +122,10 @@ class Kernels:
         torch.Tensor,
     ]
     attention: Attention
+    delta_net: Callable[
+        [torch.Tensor, torch.Tensor, DeltaWeights, float, StateCache, AttentionInput],
+        torch.Tensor,
+    ]
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     gate_mul: Callable[[torch.Tensor, str], torch.Tensor]
     route: Route

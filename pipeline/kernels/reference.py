@@ -15,6 +15,7 @@ from pipeline.kernels.adapters import AdapterTokens, LowRankUpdate
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, FP8_MAX, SMALLEST_SCALE, LayerCache
 from pipeline.kernels.contract import Kernels
+from pipeline.kernels.delta_net import delta_net
 from pipeline.kernels.experts import LoopedExperts, route
 from pipeline.kernels.linears import Linear
 from pipeline.kernels.memory import on_device
@@ -208,8 +209,8 @@ def sample(logits_RV: torch.Tensor, sampling_params_5R: torch.Tensor) -> torch.T
     return torch.stack([token_R, finite_R.long()])
 
 
-_KERNELS = ("linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "route", "experts",
-            "greedy", "sample")  # fmt: skip
+_KERNELS = ("linear", "add_rms_norm", "norm_rope_write", "attention", "delta_net", "rms_norm", "gate_mul", "route",
+            "experts", "greedy", "sample")  # fmt: skip
 
 
 def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
@@ -218,6 +219,7 @@ def reference_kernels(dtype: torch.dtype, device: torch.device) -> Kernels:
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         attention=attention,
+        delta_net=delta_net,
         rms_norm=lambda x_TH, weight_H, eps: x_TH.copy_(rms_norm(x_TH, weight_H, eps)),
         gate_mul=gate_mul,
         route=route,

@@ -147,6 +147,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         return replace(kernels, backends=slow | {"linear": linear})
     from pipeline.kernels.cpu.attention.attention import attention
     from pipeline.kernels.cpu.compile.threads import init_thread_pool
+    from pipeline.kernels.cpu.delta_net import delta_net
     from pipeline.kernels.cpu.elementwise import add_rms_norm, gate_mul, norm_rope_write, rms_norm
     from pipeline.kernels.cpu.experts import prepare_experts
     from pipeline.kernels.cpu.layer_loop import fused_layer_loop
@@ -165,6 +166,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         attention=attention,
+        delta_net=delta_net,
         rms_norm=rms_norm,
         gate_mul=gate_mul,
         prepare_experts=prepare_experts,
@@ -174,6 +176,7 @@ def _cpu_kernels(dtype: torch.dtype) -> Kernels:
             "add_rms_norm": "numba, one pass",
             "norm_rope_write": "numba, one pass",
             "attention": "numba",
+            "delta_net": "numba",
             "rms_norm": "numba, one pass",
             "gate_mul": "numba, one pass",
             "route": "torch (reference)",

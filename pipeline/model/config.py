@@ -16,7 +16,7 @@ from pipeline.model.families import FAMILIES, Family, FamilyFields
 from pipeline.model.layer_spec import GATED, Heads, LayerSpec, TensorNames
 from pipeline.model.rope import Rope
 from pipeline.model.unsupported import ON_A_SERVER, UNSUPPORTED
-from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, ExpertSize, Weights
+from pipeline.roofline.cost_model import AWQ, DENSE, DecoderSize, DeltaSize, ExpertSize, Weights
 from pipeline.weights.config_fields import Fields
 from pipeline.weights.formats import (
     BLOCK,
@@ -40,7 +40,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder with grouped-query attention: `layers`, and what all layers share.
+    """A decoder: `layers`, and what all layers share.
 
     norm_kind: RMSNorm or LayerNorm. norm_offset: added to the stored weights of norms. embedding_scale: factor of the
     input embeddings. rounds_embedding_scale: the factor is rounded to the type of the embeddings, in which the model
@@ -112,6 +112,8 @@ class ModelConfig:
         """Return why the model cannot be divided over this number of ranks, if it cannot."""
         if any(layer.qk_norm == "full" for layer in self.layers):
             return "its norms of queries and keys go over all heads, which would be on different GPUs"
+        if any(layer.mixer or layer.output_gate for layer in self.layers):
+            return "layers with states (Gated DeltaNet), or with gates of attention, are not divided"
         if any(layer.experts and layer.experts.own_norms for layer in self.layers):
             return "norms of its experts' outputs need whole sums, which would be on different GPUs"
         if self.num_heads % num_ranks:
@@ -125,8 +127,9 @@ class ModelConfig:
         return f"feed-forward widths of {odd[0]} are not divisible by it" if odd else None
 
     def heads(self, layer: int) -> Heads:
-        """Return the shape of a layer's keys and values."""
-        return self.layers[layer].heads or Heads(self.num_kv_heads, self.head_dim)
+        """Return the shape of a layer's keys and values; no heads if it keeps a state instead."""
+        spec = self.layers[layer]
+        return Heads(0, self.head_dim) if spec.mixer else spec.heads or Heads(self.num_kv_heads, self.head_dim)
 
     def linears(self, layer: int) -> dict[str, StoredParts]:
         """Return the linears that the checkpoint stores for a layer, except those of its router and its experts, by the
@@ -135,7 +138,15 @@ class ModelConfig:
         num_kv_heads, head_dim = self.heads(layer)
         q, kv = self.num_heads * head_dim, num_kv_heads * head_dim
         qkv = (*names.qkv[:2], names.qkv[1]) if spec.v_is_k else names.qkv
-        parts = {"qkv": (qkv, (q, kv, kv), self.hidden_size), "o": ((names.o,), (self.hidden_size,), q)}
+        gated_q = 2 * q if spec.output_gate else q
+        parts = {"qkv": (qkv, (gated_q, kv, kv), self.hidden_size), "o": ((names.o,), (self.hidden_size,), q)}
+        if (delta := spec.mixer) is not None:
+            qkvz, ba = (delta.num_channels, delta.num_outputs), (delta.num_value_heads,) * 2
+            parts = {
+                "qkv": (names.delta_qkvz, qkvz, self.hidden_size),
+                "ba": (names.delta_ba, ba, self.hidden_size),
+                "o": ((names.delta_out,), (self.hidden_size,), delta.num_outputs),
+            }
         if experts is None:
             parts |= self._feed_forward(names.gate_up, names.down, spec, self.intermediate_size)
         elif experts.shared_width:
@@ -173,6 +184,10 @@ class ModelConfig:
         heads = [self.heads(layer) for layer in range(self.num_layers)]
         return sum(2 * num_kv_heads * head_bytes(head_dim, dtype) for num_kv_heads, head_dim in heads)
 
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a sequence's states. dtype: of the model."""
+        return sum(layer.mixer.state_bytes(dtype.itemsize) for layer in self.layers if layer.mixer is not None)
+
     @property
     def size(self) -> DecoderSize:
         """Sizes for the cost model (`pipeline.roofline`)."""
@@ -191,7 +206,17 @@ class ModelConfig:
             if any(layer.heads for layer in self.layers)
             else (),
             experts=self._expert_size(),
+            delta=self._delta_size(),
+            output_gate=any(layer.output_gate for layer in self.layers),
         )
+
+    def _delta_size(self) -> DeltaSize | None:
+        found = [layer.mixer for layer in self.layers if layer.mixer is not None]
+        if not found:
+            return None
+        first, input_bytes = found[0], self.dtype.itemsize
+        qkvz, ba = first.num_channels + first.num_outputs, 2 * first.num_value_heads
+        return DeltaSize(len(found), qkvz, ba, first.num_outputs, first.state_bytes(input_bytes))
 
     def _expert_size(self) -> ExpertSize | None:
         found = [layer.experts for layer in self.layers if layer.experts is not None]

@@ -10,7 +10,8 @@ from pipeline.weights.config_fields import Fields
 
 _EXPERT_KEYS = "num_experts", "n_routed_experts", "num_local_experts"  # names of the same, in families and versions
 
-WRAPPERS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "ministral3"}
+WRAPPERS = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "ministral3", "qwen3_5": "qwen3_5_text",
+            "qwen3_5_moe": "qwen3_5_moe_text"}  # fmt: skip
 """Models with an image encoder, by model_type, and the family of their text model if its values name none."""
 
 

@@ -88,6 +88,8 @@ class DecoderLayer:
         self._full_qk_norm = qk_norm if spec.qk_norm == "full" else None
         self._residual_scale = weights.residual_scale
         self.qkv: Linear = prepared(kernels, weights.qkv)
+        self.ba: Linear | None = None if weights.ba is None else prepared(kernels, weights.ba)
+        self.delta = weights.delta and weights.delta.to(device)
         self.o: Linear = kernels.prepare_linear(weights.o)
         self.gate_up: Linear | None = None if weights.gate_up is None else prepared(kernels, weights.gate_up)
         self.down: Linear | None = None if weights.down is None else kernels.prepare_linear(weights.down)
@@ -96,22 +98,25 @@ class DecoderLayer:
             norms = None if routed.norms is None else ExpertNorms._make(map(on_device, routed.norms))
             routed = replace(routed, norms=norms)
             self.routed = RoutedExperts(routed, spec.experts.routing, spec.activation, config.norm_eps, kernels)
-        # A linear that rounds its inputs provides kernels that write them rounded. A router reads them as they are.
-        read_by = self.qkv, self.gate_up if self.routed is None else None, self.down
+        # A linear that rounds its inputs provides kernels that write them rounded. A router reads them as they are, and
+        # so does `ba`.
+        read_by = self.qkv if self.ba is None else None, self.gate_up if self.routed is None else None, self.down
         self.before_qkv, self.before_gate_up, self.before_down = (
             linear if isinstance(linear, InputKernels) else kernels for linear in read_by
         )
 
-    def write(self, x_TH: Any, rotation: Rotation, slot_mapping_T: torch.Tensor, kv: KVCache) -> torch.Tensor:
-        """Write the tokens' keys and values; return their queries (T, N, D). `x_TH` comes from `before_qkv`."""
+    def write(
+        self, qkv_TK: torch.Tensor, rotation: Rotation, slot_mapping_T: torch.Tensor, kv: KVCache
+    ) -> torch.Tensor:
+        """Write the tokens' keys and values; return their queries (T, N, D). qkv_TK: outputs of `qkv`, without
+        gates."""
         c, cache, cos_TD2, sin_TD2 = self.config, kv.layers[self.index], rotation.cos_TD2, rotation.sin_TD2
         num_kv_heads, head_dim = self.heads
-        qkv_TK = self.qkv(x_TH)
         if self._full_qk_norm is not None:
             q, kv_width = c.num_heads * head_dim, num_kv_heads * head_dim
             self.kernels.rms_norm(qkv_TK[:, :q], self._full_qk_norm[0], c.norm_eps)
             self.kernels.rms_norm(qkv_TK[:, q : q + kv_width], self._full_qk_norm[1], c.norm_eps)
-        qkv_TMD = qkv_TK.view(-1, c.num_heads + 2 * num_kv_heads, head_dim)
+        qkv_TMD = qkv_TK.unflatten(1, (c.num_heads + 2 * num_kv_heads, head_dim))
         if self.spec.v_norm:
             v_TKD = qkv_TMD[:, -num_kv_heads:]
             v_TKD.copy_(F.rms_norm(v_TKD, (head_dim,), eps=c.norm_eps))
@@ -120,9 +125,24 @@ class DecoderLayer:
         )
         return q_TND if rotation.query_scale_T11 is None else q_TND.mul_(rotation.query_scale_T11)
 
-    def attend(self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
+    def attend(
+        self, q_TND: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache, gate_TX: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the outputs of attention and of `o`. gate_TX: of each value that `o` reads, before the sigmoid."""
         cache, scores = kv.layers[self.index], (self.scale, self.window, self.softcap, self.sinks_N)
-        return self.ranks.sum(self.o(self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1)))
+        seen_TX = self.kernels.attention(q_TND, cache, attn_metadata, *scores).flatten(1)
+        if gate_TX is not None:
+            seen_TX = seen_TX.mul_(gate_TX.sigmoid())
+        return self.ranks.sum(self.o(seen_TX))
+
+    def recur(self, x_TH: torch.Tensor, attn_metadata: AttentionInput, kv: KVCache) -> torch.Tensor:
+        """Return what `o` reads in a layer with a state, which this updates."""
+        cache = kv.states[self.index]
+        assert self.ba is not None
+        assert self.delta is not None
+        assert cache is not None
+        qkvz_TX, ba_TX = self.qkv(x_TH), self.ba(x_TH)
+        return self.kernels.delta_net(qkvz_TX, ba_TX, self.delta, self.config.norm_eps, cache, attn_metadata)
 
     def feed_forward(self, x_TH: Any, residual_TH: torch.Tensor) -> torch.Tensor:
         """Return the feed-forward of `x_TH`, which comes from `before_gate_up`. residual_TH: its input before the
@@ -153,13 +173,21 @@ class DecoderLayer:
         c, rotation = self.config, rotations[self.rope_index]
         attn_metadata = attn_metadata.of_layer(kv.is_windowed[self.index])
         normed_TH, residual_TH = add_norm(c, self.before_qkv, x_TH, residual_TH, self.attn_norm)
-        q_TND = self.write(normed_TH, rotation, attn_metadata.slot_mapping_T, kv)
-        if row_R is not None and len(row_R) < len(q_TND):
+        if self.spec.mixer is not None:
+            mixed, gate_TX = self.recur(normed_TH, attn_metadata, kv), None
+        else:
+            qkv_TK, gate_TX = self.qkv(normed_TH), None
+            if self.spec.output_gate:
+                gate_TX, qkv_TK = qkv_TK.tensor_split((c.num_heads * self.heads.head_dim,), dim=1)
+            mixed = self.write(qkv_TK, rotation, attn_metadata.slot_mapping_T, kv)
+        if row_R is not None and len(row_R) < len(mixed):
             if len(row_R) == 0:
                 return x_TH[:0], residual_TH[:0]
-            rows = on_device(row_R, q_TND.device)
-            q_TND, residual_TH, attn_metadata = q_TND[rows], residual_TH[rows], attn_metadata.rows(row_R)
-        x_TH = self._post_norm(self.attend(q_TND, attn_metadata, kv), self.attn_post_norm)
+            rows = on_device(row_R, mixed.device)
+            mixed, residual_TH, attn_metadata = mixed[rows], residual_TH[rows], attn_metadata.rows(row_R)
+            gate_TX = None if gate_TX is None else gate_TX[rows]
+        attended = self.o(mixed) if self.spec.mixer else self.attend(mixed, attn_metadata, kv, gate_TX)
+        x_TH = self._post_norm(attended, self.attn_post_norm)
         normed_TH, residual_TH = add_norm(c, self.before_gate_up, x_TH, residual_TH, self.mlp_norm)
         x_TH = self._post_norm(self.feed_forward(normed_TH, residual_TH), self.mlp_post_norm)
         if self.spec.residual_scale:
@@ -208,7 +236,8 @@ class Decoder:
         offload: moves each layer as it is loaded.
 
         Raises ModelError if the folder's tensors do not match `config` exactly, or a format cannot be divided."""
-        if any(layer.heads for layer in config.layers):  # captured attention has heads of one shape
+        # Captured attention has heads of one shape, and captured steps no states.
+        if any(layer.heads or layer.mixer for layer in config.layers):
             kernels = replace(kernels, graph_attention=None)
         self.kernels, self.dtype, self.device, self.ranks = kernels, dtype, device, ranks
         self.vocab_size, share = config.vocab_size, Share(config, ranks.rank, ranks.size)
@@ -306,7 +335,9 @@ def _is_fusable(config: ModelConfig) -> bool:
     """Return whether `FusedLayerLoop` computes such layers: with RMSNorm before attention and feed-forward, norms of
     heads, heads of one shape, and a gate; without norms of values and factors of the residual."""
     return config.norm_kind == "rms" and not any(
-        layer.heads
+        layer.mixer
+        or layer.heads
+        or layer.output_gate
         or layer.rope.query_beta
         or layer.qk_norm == "full"
         or layer.v_norm

@@ -10,13 +10,14 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any, get_args
 
+from pipeline.kernels.delta_shape import MAX_LAG, NUM_INPUTS, DeltaNet
 from pipeline.kernels.routing import CLAMP, CLAMPED_ALPHA, Routing
 from pipeline.model.layer_spec import Activation, ExpertSpec, Heads, LayerSpec, TensorNames
 from pipeline.model.rope import NO_ROPE, Rope
 from pipeline.model.unsupported import ON_A_SERVER
 from pipeline.weights.config_fields import Fields
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 _ACTIVATIONS: dict[str, Activation] = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
@@ -66,13 +67,14 @@ class FamilyFields(Fields):
             for kind in (FULL, SLIDING)
         }
 
-    def layer_types(self, default: Callable[[int], bool]) -> list[str]:
-        """Return the attention of each layer. default: whether a layer has full attention if there is no list."""
+    def layer_types(self, default: Callable[[int], bool], other: str = SLIDING) -> list[str]:
+        """Return the attention of each layer. default: whether a layer has full attention if there is no list. other:
+        the type of the other layers."""
         types = self.values.get("layer_types")
         if types is None:
-            return [FULL if default(layer) else SLIDING for layer in range(self.layers)]
-        if not isinstance(types, list) or len(types) != self.layers or any(t not in (SLIDING, FULL) for t in types):
-            raise self.refuse("layer_types", f"{self.layers} entries, each of {(SLIDING, FULL)}")
+            return [FULL if default(layer) else other for layer in range(self.layers)]
+        if not isinstance(types, list) or len(types) != self.layers or any(t not in (other, FULL) for t in types):
+            raise self.refuse("layer_types", f"{self.layers} entries, each of {(other, FULL)}")
         return types
 
     def window(self) -> int | None:
@@ -370,6 +372,40 @@ def _qwen_experts(f: FamilyFields, spec: LayerSpec, types: list[str], **fields: 
     return {"layers": _windowed(layers, types, f.window() if f.flag("use_sliding_window") else None)}
 
 
+def _qwen3_5(f: FamilyFields) -> dict[str, Any]:
+    return {"layers": _delta_layers(f, (_gated_attention(f),) * f.layers)} | {"norm_offset": 1.0}
+
+
+def _qwen3_5_moe(f: FamilyFields) -> dict[str, Any]:
+    shared = f.integer("shared_expert_intermediate_size", 1, 1 << 20)
+    described = _qwen_experts(f, _gated_attention(f), [FULL] * f.layers, shared_width=shared, shared_gate=True)
+    return described | {"layers": _delta_layers(f, described["layers"]), "norm_offset": 1.0}
+
+
+def _gated_attention(f: FamilyFields) -> LayerSpec:
+    bias = f.flag("attention_bias")
+    return f.spec(rope=f.rope(), qk_norm="head", output_gate=True, qkv_bias=bias, o_bias=bias)
+
+
+def _delta_layers(f: FamilyFields, layers: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Return the layers with a Gated DeltaNet in place of attention in those of the type LINEAR."""
+    key_heads, value_heads = (f.integer(f"linear_num_{kind}_heads", 1, 1 << 12) for kind in ("key", "value"))
+    key_dim, value_dim = (f.integer(f"linear_{kind}_head_dim", 1, 1 << 10) for kind in ("key", "value"))
+    if value_heads % key_heads:
+        raise f.refuse("linear_num_value_heads", f"a multiple of linear_num_key_heads = {key_heads}")
+    f.one_of("hidden_act", ("silu", "swish"))  # also that of the convolution
+    width = f.integer("linear_conv_kernel_dim", 1, NUM_INPUTS - MAX_LAG)
+    delta = DeltaNet(key_heads, value_heads, key_dim, value_dim, width)
+    interval = f.integer("full_attention_interval", 1, 1 << 12)
+    types = f.layer_types(lambda layer: (layer + 1) % interval == 0, LINEAR)
+    if FULL not in types:
+        raise f.refuse("layer_types", f"a layer of {FULL}, because a KV cache without layers is not supported")
+    pairs = zip(layers, types, strict=True)
+    return tuple(
+        replace(each, mixer=delta, qkv_bias=False, o_bias=False) if kind == LINEAR else each for each, kind in pairs
+    )
+
+
 def _windowed(layers: Sequence[LayerSpec], types: list[str], window: int | None) -> tuple[LayerSpec, ...]:
     """Return the layers with a window in those of the type SLIDING."""
     pairs = zip(layers, types, strict=True)
@@ -426,6 +462,11 @@ _GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_s
 _QWEN_MOE = _ALL | {"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24,
                     "max_position_embeddings": 32768, "use_sliding_window": False, "sliding_window": 4096,
                     "max_window_layers": 28, "decoder_sparse_step": 1, "norm_topk_prob": False}  # fmt: skip
+_DELTA = {"head_dim": 256, "num_attention_heads": 16, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25,
+          "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+          "linear_num_key_heads": 16, "linear_num_value_heads": 32, "full_attention_interval": 4}  # fmt: skip
+_DELTA_MOE = {"num_key_value_heads": 2, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+              "norm_topk_prob": True}  # fmt: skip
 _OLMO2 = _ALL | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
 _GEMMA2_NAMES = TensorNames(mlp_norm="pre_feedforward_layernorm")
 _PLAIN_MLP = TensorNames(gate_up=("mlp.up_proj",))
@@ -525,6 +566,21 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(_qwen3_moe, _QWEN_MOE | {"num_key_value_heads": 4, "num_attention_heads": 32,
                                                  "moe_intermediate_size": 768, "intermediate_size": 6144,
                                                  "num_experts_per_tok": 8, "num_experts": 128}),
+    "qwen3_5_text": Family(_qwen3_5, _ALL | _DELTA | {"vocab_size": 248320, "intermediate_size": 12288,
+                                                     "num_key_value_heads": 4}),
+    "qwen3_5_moe_text": Family(
+        _qwen3_5_moe,
+        _QWEN_MOE | _DELTA | _DELTA_MOE | {"vocab_size": 248320, "num_hidden_layers": 40, "num_experts": 256,
+                                           "num_experts_per_tok": 8, "intermediate_size": 512},
+        TensorNames(packed_experts="by_outputs"),
+    ),
+    "qwen3_next": Family(
+        _qwen3_5_moe,
+        _QWEN_MOE | _DELTA | _DELTA_MOE | {"num_hidden_layers": 48, "intermediate_size": 5632, "num_experts": 512,
+                                           "num_experts_per_tok": 10},
+        TensorNames(packed_experts="by_outputs", delta_qkvz=("linear_attn.in_proj_qkvz",),
+                    delta_ba=("linear_attn.in_proj_ba",), delta_by_key_head=True),
+    ),
     "olmoe": Family(_olmoe, _ALL | {"vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048,
                                     "num_hidden_layers": 16, "num_attention_heads": 16, "rms_norm_eps": 1e-5,
                                     "max_position_embeddings": 4096, "num_experts": 64, "num_experts_per_tok": 8,

@@ -1,4 +1,5 @@
-"""The paged KV cache of all layers of a model, and the pages that they share (`roofline/kv_pages.py`)."""
+"""The paged KV cache of all layers of a model, the pages that they share (`roofline/kv_pages.py`), and the states of
+layers that keep those instead (`kernels/delta_net.py`)."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.delta_net import StateCache
 from pipeline.kernels.memory import zeros
 from pipeline.model.config import ModelConfig
 from pipeline.roofline.kv_pages import KVPages
@@ -99,13 +101,14 @@ class KVCache:
     """Keys and values of all layers, in pages.
 
     is_windowed: of each layer, whether it keeps only the last tokens, and so has the blocks of the window's table.
-    has_spare_page: the last page belongs to no sequence.
+    states: of each layer, None: it keeps keys and values. has_spare_page: the last page belongs to no sequence.
     """
 
     layers: list[LayerCache]
     pages: KVPages
     num_pages: int
     is_windowed: tuple[bool, ...]
+    states: tuple[StateCache | None, ...]
     has_spare_page: bool = False
 
     @classmethod
@@ -117,14 +120,20 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         with_spare_page: bool = False,
+        num_states: int = 1,
+        state_inputs: torch.dtype = torch.float32,
     ) -> "KVCache":
         """Allocate a cache in the model's type or FP8. with_spare_page: add a page, to which the tokens that pad a step
-        are written."""
+        are written. num_states: sequences that have states at once. state_inputs: the model's type."""
         total = num_pages + with_spare_page
+        states = tuple(
+            None if layer.mixer is None else StateCache.allocate(num_states, layer.mixer, state_inputs, device)
+            for layer in config.layers
+        )
         if pages.window is None:
             heads = [config.heads(index) for index in range(config.num_layers)]
             layers = [LayerCache.allocate(total, pages.block_size, *each, dtype, device) for each in heads]
-            return cls(layers, pages, total, (False,) * config.num_layers, with_spare_page)
+            return cls(layers, pages, total, (False,) * config.num_layers, states, with_spare_page)
         is_windowed = tuple(layer.window is not None for layer in config.layers)
         buffers: dict[tuple[str, int], torch.Tensor] = {}
         layers, num_before = [], [0, 0]
@@ -136,7 +145,7 @@ class KVCache:
                 tensors.append(buffers[part.key].view(part.dtype).view(-1, *part.shape)[num_before[windowed] :])
             layers.append(LayerCache(*tensors))
             num_before[windowed] += 1
-        return cls(layers, pages, total, is_windowed, with_spare_page)
+        return cls(layers, pages, total, is_windowed, states, with_spare_page)
 
     @property
     def block_size(self) -> int:

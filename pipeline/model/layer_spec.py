@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
+from pipeline.kernels.delta_shape import DeltaNet
 from pipeline.kernels.routing import Routing
 from pipeline.model.rope import Rope
 
@@ -55,17 +56,20 @@ class Heads(NamedTuple):
 class LayerSpec:
     """One layer: attention and a feed-forward, each between optional norms.
 
-    heads: None: those of the model. window: keys that a query sees; None: all. scale: factor of the attention scores.
-    softcap: bound of the scores by softcap * tanh(score / softcap); 0: none. pre_norm, post_norm: norms before and
-    after attention and feed-forward. qk_norm: norm of queries and keys, of each head or over all heads. v_norm: norm of
-    each head's values, without weights. v_is_k: values are projected by the keys' linear; norms and rotation of keys do
-    not apply to them. residual_scale: a stored factor of the layer's output, residual included. is_gated: the
-    feed-forward computes activation(gate) * up, else activation(up). sinks: attention has a sink per query head
+    mixer: replaces attention, whose fields do not apply then; None: attention. heads: None: those of the model. window:
+    keys that a query sees; None: all. scale: factor of the attention scores. softcap: bound of the scores by
+    softcap * tanh(score / softcap); 0: none. pre_norm, post_norm: norms before and after attention and feed-forward.
+    qk_norm: norm of queries and keys, of each head or over all heads. v_norm: norm of each head's values, without
+    weights. v_is_k: values are projected by the keys' linear; norms and rotation of keys do not apply to them.
+    residual_scale: a stored factor of the layer's output, residual included. is_gated: the feed-forward computes
+    activation(gate) * up, else activation(up). output_gate: outputs of attention are multiplied by the sigmoid of a
+    gate, which q's linear computes after each query head. sinks: attention has a sink per query head
     (`kernels.contract`). experts: None: one feed-forward for all tokens.
     """
 
     rope: Rope
     scale: float
+    mixer: DeltaNet | None = None
     heads: Heads | None = None
     window: int | None = None
     softcap: float = 0.0
@@ -80,6 +84,7 @@ class LayerSpec:
     mlp_bias: bool = False
     is_gated: bool = True
     activation: Activation = "silu"
+    output_gate: bool = False
     sinks: bool = False
     experts: ExpertSpec | None = None
 
@@ -101,8 +106,9 @@ class TensorNames:
     learned positions; empty: none. is_transposed: linears are stored as (inputs, outputs). expert, shared: what the
     names of an expert's linears follow; braces hold its index. packed_experts: one tensor may hold a linear of all
     experts: "by_inputs": as (experts, inputs, outputs) with gate and up interleaved, or in MXFP4; "by_outputs": as
-    (experts, outputs, inputs) with gate before up. router_norm, expert_norm, expert_post_norm, shared_post_norm: see
-    `ExpertSpec.own_norms`.
+    (experts, outputs, inputs) with gate before up. delta_qkvz, delta_ba: the input linears of a Gated DeltaNet, whose
+    outputs may be stored by key head; the names of its other tensors follow `delta`. router_norm, expert_norm,
+    expert_post_norm, shared_post_norm: see `ExpertSpec.own_norms`.
     """
 
     embedding: str = "embed_tokens"
@@ -114,6 +120,11 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
+    delta: str = "linear_attn."
+    delta_qkvz: tuple[str, ...] = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")
+    delta_ba: tuple[str, ...] = ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
+    delta_out: str = "linear_attn.out_proj"
+    delta_by_key_head: bool = False
     attn_post_norm: str = "post_attention_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")

@@ -16,8 +16,10 @@ from safetensors import SafetensorError, safe_open
 from pipeline.checkpoints.file_checks import GGUF_TABLE, checked_file, read_json
 from pipeline.checkpoints.quantizer_files import QUANTIZER_FILES
 from pipeline.errors import ModelError
+from pipeline.kernels.delta_net import DeltaWeights
+from pipeline.kernels.delta_shape import DeltaNet
 from pipeline.kernels.layer_parts import Norm
-from pipeline.model.config import ModelConfig
+from pipeline.model.config import ModelConfig, StoredParts
 from pipeline.model.gguf_names import PREFIX as GGUF_PREFIX
 from pipeline.model.gguf_names import gguf_names
 from pipeline.model.layer_spec import ExpertSpec, Heads, LayerSpec
@@ -34,8 +36,9 @@ CPU = torch.device("cpu")
 # Prefixes of the decoder's tensors and of the head, the first one found. Checkpoints made for embeddings may have none.
 PREFIXES = {"model.": "", "model.language_model.": "", "language_model.model.": "language_model.", "transformer.": "",
             "": ""}  # fmt: skip
-ENCODERS = ("vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.")
+ENCODERS = ("vision_tower.", "audio_tower.", "multi_modal_projector.", "embed_vision.", "embed_audio.", "visual.")
 ENCODERS += tuple(f"model.{name}" for name in ENCODERS)
+DRAFT_HEADS = ("mtp.",)  # which predict further tokens
 PLAIN_NAME = re.compile(r"[\w.+=@ ()-]+\.safetensors")
 
 
@@ -64,8 +67,9 @@ class RoutedWeights:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of a layer. qk_norm: of queries and keys, per head or over all heads. gate_up, down: None if the layer
-    has experts and none of them is shared. residual_scale: factor of the layer's output."""
+    """Weights of a layer. qkv: with an output gate it computes the gates first; of a Gated DeltaNet it also computes z.
+    ba: the other linear of a Gated DeltaNet. qk_norm: of queries and keys, per head or over all heads. gate_up, down:
+    None if the layer has experts and none of them is shared. residual_scale: factor of the layer's output."""
 
     qkv: LinearWeight
     o: LinearWeight
@@ -79,6 +83,8 @@ class LayerWeights:
     residual_scale: float = 1.0
     sinks_N: torch.Tensor | None = None
     routed: RoutedWeights | None = None
+    ba: LinearWeight | None = None
+    delta: DeltaWeights | None = None
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -208,12 +214,32 @@ def _opened(path: Path) -> Any:
     return handle
 
 
-def rotary_rows(num_heads: int, heads: Heads, order_D: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a layer's fused q, k, v with the values of each query and key head in this order."""
-    num_rotated = num_heads + heads.num_kv_heads
-    rows_MD = torch.arange((num_rotated + heads.num_kv_heads) * heads.head_dim).view(-1, heads.head_dim)
-    rows_MD[:num_rotated] = rows_MD[:num_rotated, order_D]
+def output_rows(config: ModelConfig, layer: int, linear: str) -> torch.Tensor | None:
+    """Return the order in which a fused linear of a layer has the stored outputs; None: as stored."""
+    spec, heads = config.layers[layer], config.heads(layer)
+    if spec.mixer is not None:
+        by_key_head = config.names.delta_by_key_head and linear in ("qkv", "ba")
+        return _rows_by_key_head(spec.mixer, linear) if by_key_head else None
+    order_D = rotary_order(spec.rope, heads.head_dim)
+    if linear != "qkv" or (order_D is None and not spec.output_gate):
+        return None
+    num_q = config.num_heads * (1 + spec.output_gate)
+    rows_MD = torch.arange((num_q + 2 * heads.num_kv_heads) * heads.head_dim).view(-1, heads.head_dim)
+    if spec.output_gate:  # after each query head
+        rows_MD = torch.cat([rows_MD[1:num_q:2], rows_MD[:num_q:2], rows_MD[num_q:]])
+    rotated = slice(num_q - config.num_heads, num_q + heads.num_kv_heads)
+    if order_D is not None:
+        rows_MD[rotated] = rows_MD[rotated, order_D]
     return rows_MD.flatten()
+
+
+def _rows_by_key_head(delta: DeltaNet, linear: str) -> torch.Tensor:
+    """Return the rows of q, k, v, z, or of b and a, of all heads, stored key head by key head."""
+    repeats = delta.num_value_heads // delta.num_key_heads
+    values = repeats * delta.value_dim
+    sizes = (repeats, repeats) if linear == "ba" else (delta.key_dim, delta.key_dim, values, values)
+    rows_KN = torch.arange(delta.num_key_heads * sum(sizes)).view(delta.num_key_heads, -1)
+    return torch.cat([part_KN.flatten() for part_KN in rows_KN.split(sizes, dim=1)])
 
 
 class WeightReader:
@@ -240,7 +266,8 @@ class WeightReader:
         if self.prefix not in ("model.", ""):
             self.checkpoint.skip_parts(ENCODERS)
         unused = range(config.num_layers, config.num_layers + config.num_unused_layers)
-        self.checkpoint.skip_parts(tuple(f"{self.prefix}{config.names.layer.format(layer)}" for layer in unused))
+        unused_layers = (f"{self.prefix}{config.names.layer.format(layer)}" for layer in unused)
+        self.checkpoint.skip_parts((*unused_layers, *DRAFT_HEADS))
         self._head_names = {name for name in self.checkpoint.left if name.startswith(f"{self.head_name}.")}
         self.ties_head = config.tie_embeddings and self._ties_head()
         """True if the output embedding is the input embedding. If config.json ties them, the checkpoint may still
@@ -303,12 +330,9 @@ class WeightReader:
             prefix = f"{self.prefix}{names.layer.format(index)}"
             linears = self.config.linears(index)
             heads = self.config.heads(index)
-            order_D = rotary_order(spec.rope, heads.head_dim)
-            qkv = self._fused(linears["qkv"], spec.qkv_bias)
+            order_D = None if spec.mixer else rotary_order(spec.rope, heads.head_dim)
             yield LayerWeights(
-                qkv=qkv
-                if order_D is None
-                else select_outputs(qkv, rotary_rows(self.config.num_heads, heads, order_D).to(self.checkpoint.device)),
+                qkv=self._ordered(index, "qkv", self._fused(linears["qkv"], spec.qkv_bias)),
                 o=self._fused(linears["o"], spec.o_bias),
                 gate_up=self._fused(linears["gate_up"], spec.mlp_bias) if "gate_up" in linears else None,
                 down=self._fused(linears["down"], spec.mlp_bias) if "down" in linears else None,
@@ -322,7 +346,30 @@ class WeightReader:
                 else 1.0,
                 sinks_N=self._copied(f"{prefix}{names.sinks}", (self.config.num_heads,)) if spec.sinks else None,
                 routed=None if spec.experts is None else self._routed(index, prefix, spec.experts),
+                ba=None if spec.mixer is None else self._ordered(index, "ba", self._unrounded(linears["ba"])),
+                delta=None if spec.mixer is None else self._delta(f"{prefix}{names.delta}", spec.mixer),
             )
+
+    def _ordered(self, layer: int, linear: str, weight: LinearWeight) -> LinearWeight:
+        rows_N = output_rows(self.config, layer, linear)
+        return weight if rows_N is None else select_outputs(weight, rows_N.to(self.checkpoint.device))
+
+    def _unrounded(self, parts: StoredParts) -> LinearWeight:
+        """Read a linear of few outputs, which is not quantized at load: publishers leave it in 16 bits."""
+        if not isinstance(self.config.quantization, RoundToNearest):
+            return self._fused(parts, bias=False)
+        stored = (StoredLinear(f"{self.prefix}{name}", (rows, inputs), self.checkpoint) for name, rows, inputs in parts)
+        return concatenate([linear.dense() for linear in stored])
+
+    def _delta(self, prefix: str, shape: DeltaNet) -> DeltaWeights:
+        heads, convolved = (shape.num_value_heads,), (shape.num_channels, 1, shape.conv_width)
+        return DeltaWeights(
+            shape,
+            conv_WC=self._copied(f"{prefix}conv1d.weight", convolved).squeeze(1).float().t().contiguous(),
+            decay_V=-self._copied(f"{prefix}A_log", heads).float().exp(),
+            dt_bias_V=self._copied(f"{prefix}dt_bias", heads).float(),
+            norm_D=self._copied(f"{prefix}norm.weight", (shape.value_dim,)).float(),
+        )
 
     def _routed(self, layer: int, prefix: str, spec: ExpertSpec) -> RoutedWeights:
         names, size = self.config.names, (spec.num_experts, self.config.hidden_size)
@@ -392,7 +439,7 @@ class WeightReader:
         self, prefix: str, spec: LayerSpec, heads: Heads, order_D: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         c, sizes, head_dim = self.config, (1, 1), heads.head_dim
-        if spec.qk_norm == "none":
+        if spec.qk_norm == "none" or spec.mixer is not None:
             return None
         if spec.qk_norm == "full":
             sizes = c.num_heads, heads.num_kv_heads

@@ -22,8 +22,7 @@ from pipeline.kernels.contract import Kernels
 from pipeline.kernels.linears import InputKernels, Linear
 from pipeline.model.adapter_config import AdapterConfig, read_adapter_config
 from pipeline.model.config import ModelConfig
-from pipeline.model.load import PREFIXES, Checkpoint, rotary_rows
-from pipeline.model.rotation import rotary_order
+from pipeline.model.load import PREFIXES, Checkpoint, output_rows
 
 _PEFT = "base_model.model."
 _TENSOR = re.compile(rf"{re.escape(_PEFT)}(.+)\.lora_[AB]\.weight")
@@ -38,7 +37,7 @@ _UNSUPPORTED = {
 }
 
 LayerUpdates = dict[str, LowRankUpdate]
-"""Updates of a layer, by linear (qkv, o, gate_up, down)."""
+"""Updates of a layer, by linear of `ModelConfig.linears`."""
 
 
 def read_adapter(folder: Path, config: ModelConfig) -> list[LayerUpdates]:
@@ -59,10 +58,8 @@ def read_adapter(folder: Path, config: ModelConfig) -> list[LayerUpdates]:
             read = [_read_part(stored, options, modules.get(name), name, shape) for name, *shape in parts]
             if any(part is not None for part in read):
                 updates[linear] = _fused(read, [rows for _, rows, _ in parts])
-        heads = config.heads(index)
-        order_D = rotary_order(config.layers[index].rope, heads.head_dim)
-        if order_D is not None and "qkv" in updates:
-            updates["qkv"] = updates["qkv"].select_outputs(rotary_rows(config.num_heads, heads, order_D))
+            if linear in updates and (rows_N := output_rows(config, index, linear)) is not None:
+                updates[linear] = updates[linear].select_outputs(rows_N)
         layers.append(updates)
     stored.finish()
     return layers
@@ -120,6 +117,7 @@ class AdaptableLayer(Protocol):
 
     kernels: Kernels
     qkv: Linear
+    ba: Linear | None
     o: Linear
     gate_up: Linear | None
     down: Linear | None
@@ -182,6 +180,8 @@ def _adapted(layer: L, loras: Mapping[str, Lora], tokens: AdapterTokens, out_tok
     adapted.before_qkv = adapted.before_gate_up = adapted.before_down = kernels
     if "qkv" in loras:
         adapted.qkv = _LoraLinear(layer.qkv, loras["qkv"], tokens)
+    if "ba" in loras and layer.ba is not None:
+        adapted.ba = _LoraLinear(layer.ba, loras["ba"], tokens)
     if "o" in loras:
         adapted.o = _LoraLinear(layer.o, loras["o"], out_tokens)
     if "gate_up" in loras and layer.gate_up is not None:

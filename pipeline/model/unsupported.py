@@ -4,7 +4,7 @@ _REASONS = {
     "its experts differ in form from the supported ones": "phimoe granitemoe dbrx llama4 llama4_text ernie4_5_moe "
     "minimax_m2 hunyuan_v1_moe",
     "its attention is latent (MLA)": "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2 minicpm3 mistral4",
-    "some of its layers are Gated DeltaNet": "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe olmo_hybrid",
+    "its Gated DeltaNet layers differ in form from the supported ones": "olmo_hybrid",
     "some of its layers are Mamba": "mamba mamba2 falcon_mamba nemotron_h bamba jamba zamba2 falcon_h1 "
     "granitemoehybrid",
     "some of its layers share keys and values": "gemma3n gemma3n_text",

@@ -64,7 +64,8 @@ def check_plain(source: Path) -> ModelConfig:
         raise ModelError(f"{source}: is made of a GGUF file; use the safetensors checkpoint that it was made from")
     config = as_stored(read_config(source), source)
     if config.names.is_transposed or any(
-        x.heads or x.v_norm or x.rope.rotary_dim or x.rope.interleaved for x in config.layers
+        x.heads or x.v_norm or x.rope.rotary_dim or x.rope.interleaved or x.mixer or x.output_gate
+        for x in config.layers
     ):
         raise ModelError(f"{source}: models of this family cannot be quantized here yet; serve the 16-bit checkpoint")
     if config.size.experts is not None:

@@ -44,10 +44,23 @@ class ExpertSize:
 
 
 @dataclass(frozen=True)
+class DeltaSize:
+    """Gated DeltaNet layers of a decoder. qkvz, ba: outputs of their input linears. state_bytes: of a sequence, in each
+    of them."""
+
+    layers: int
+    qkvz: int
+    ba: int
+    outputs: int
+    state_bytes: int
+
+
+@dataclass(frozen=True)
 class DecoderSize:
     """Sizes of a decoder that determine its cost. windows: keys that a query of each layer sees; None: all.
     kv_heads_and_dims: of each layer, if they differ from `kv_heads` and `head_dim` in some. experts: None: all layers
-    have one feed-forward of `intermediate`."""
+    have one feed-forward of `intermediate`. delta: layers in which a state replaces attention. output_gate: q's linear
+    also computes a gate of attention."""
 
     hidden: int
     intermediate: int
@@ -60,6 +73,8 @@ class DecoderSize:
     windows: tuple[int | None, ...] = ()
     kv_heads_and_dims: tuple[tuple[int, int], ...] = ()
     experts: ExpertSize | None = None
+    delta: DeltaSize | None = None
+    output_gate: bool = False
 
     def local(self, num_cards: int) -> "DecoderSize":
         """Return the share of each card of a group: heads, widths of feed-forwards and experts, and vocabulary are
@@ -90,7 +105,13 @@ class DecoderSize:
 
     def _around_attention(self, kv_heads: int, head_dim: int) -> list[tuple[str, int, int]]:
         q, kv = self.heads * head_dim, kv_heads * head_dim
-        return [("qkv", self.hidden, q + 2 * kv), ("o", q, self.hidden)]
+        return [("qkv", self.hidden, q * (1 + self.output_gate) + 2 * kv), ("o", q, self.hidden)]
+
+    @property
+    def attention_shapes(self) -> tuple[tuple[int, int], ...]:
+        """KV heads and size of the heads of each layer with attention."""
+        layers = self.layers - (0 if self.delta is None else self.delta.layers)
+        return self.kv_heads_and_dims or ((self.kv_heads, self.head_dim),) * layers
 
     def feed_forward(self, width: int) -> list[tuple[str, int, int]]:
         """Return the linears of a feed-forward."""
@@ -98,8 +119,11 @@ class DecoderSize:
 
     def linear_counts(self) -> list[tuple[int, int, int]]:
         """Return inputs, outputs and number of the linears that compute all tokens: all but those of experts."""
-        shapes = Counter(self.kv_heads_and_dims or ((self.kv_heads, self.head_dim),) * self.layers)
+        shapes = Counter(self.attention_shapes)
         counted = [(each, layers) for shape, layers in shapes.items() for each in self._around_attention(*shape)]
+        if (delta := self.delta) is not None:
+            around = ("qkvz", self.hidden, delta.qkvz), ("ba", self.hidden, delta.ba), ("o", delta.outputs, self.hidden)
+            counted += [(each, delta.layers) for each in around]
         feed_forward, experts = self.feed_forward(self.intermediate), self.experts
         if experts is None:
             counted += [(each, self.layers) for each in feed_forward]
@@ -136,9 +160,9 @@ class DecoderSize:
 
     def kv_widths(self) -> dict[int | None, tuple[int, int]]:
         """Return for each window, over all of its layers, the sums of their head sizes and of their keys' values."""
-        windows = self.windows or (None,) * self.layers
+        shapes = self.attention_shapes
+        windows = self.windows or (None,) * len(shapes)
         sums: dict[int | None, tuple[int, int]] = {}
-        shapes = self.kv_heads_and_dims or ((self.kv_heads, self.head_dim),) * self.layers
         for window, (kv_heads, head_dim) in zip(windows, shapes, strict=True):
             dims, values = sums.get(window, (0, 0))
             sums[window] = dims + head_dim, values + kv_heads * head_dim
@@ -362,7 +386,8 @@ def step_seconds(
     bytes of one number in the KV cache (1 in fp8).
 
     The keys and values that a context's queries see are read once per layer, whatever the number of queries, except
-    spared ones; those of the step's tokens are written.
+    spared ones; those of the step's tokens are written. States are read and written once per layer; their products
+    are not counted.
     """
     reached, num_tokens, exchange_s = card.reached, step.num_tokens, 0.0
     if card.num_cards > 1:
@@ -378,6 +403,8 @@ def step_seconds(
     attention_flops = 4.0 * size.heads * sum(dims * step.seen_keys(window) for window, (dims, _) in widths)
     moved = sum(values * (step.read_tokens(window) + num_tokens) for window, (_, values) in widths)
     kv_bytes = 2 * moved * kv_value_bytes
+    if size.delta is not None:
+        kv_bytes += 2 * size.delta.layers * size.delta.state_bytes * len(step.count_S)
     head_s = 0.0
     if step.num_rows:
         head_s = linear_seconds(step.num_rows, size.hidden, size.vocab, DENSE, card)["dense"]

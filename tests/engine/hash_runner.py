@@ -15,6 +15,7 @@ from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.request import Request
 from pipeline.engine.schedule.step_plan import StepInput
+from pipeline.kernels.delta_shape import MAX_LAG, NUM_INPUTS
 from pipeline.kernels.reference import greedy, sample
 from pipeline.roofline.kv_pages import KVPages
 
@@ -46,6 +47,7 @@ class HashRunner:
 
     The next token depends on the last `memory` tokens only, if given, so that texts repeat themselves. If pages are
     shared by layers with a window, these have a cache of their own, whose last tokens must be those of the other one.
+    States, if steps have them, must have the tokens before the step, by the rules of `kernels/delta_net.py`.
     """
 
     vocab_size = hidden_size = VOCAB
@@ -58,6 +60,7 @@ class HashRunner:
         self.cache = np.full((num_pages * pages.stride, pages.block_size), _STALE, dtype=np.int64)
         self.window_cache = np.full((num_pages * pages.window_stride, pages.block_size), _STALE, dtype=np.int64)
         self.pages, self.block_size, self.bad_token, self.memory = pages, pages.block_size, bad_token, memory
+        self.states: dict[int, tuple[list[int], dict[int, int]]] = {}  # by slot: applied tokens, kept ones by position
         self.tokens_per_step: list[int] = []
         self.zeroed: list[int] = []
 
@@ -67,6 +70,8 @@ class HashRunner:
         assert (step.token_id_T >= 0).all(), "a placeholder was computed as a known token"
         self.tokens_per_step.append(len(step.token_id_T))
         self.cache.reshape(-1)[step.slot_mapping_T] = step.token_id_T
+        if step.state_slot_S is not None:
+            self._recur(step)
         if step.window_slot_mapping_T is not None:
             self.window_cache.reshape(-1)[step.window_slot_mapping_T] = step.token_id_T
             both = [
@@ -92,6 +97,26 @@ class HashRunner:
             else:
                 logits[r, next_token(context, self.memory)] = 1.0
         return logits
+
+    def _recur(self, step: StepInput) -> None:
+        assert step.state_slot_S is not None
+        for s, slot in enumerate(step.state_slot_S.tolist()):
+            first, stop = step.query_start_S1[s : s + 2].tolist()
+            end = int(step.context_len_S[s])
+            start = end - (stop - first)
+            state, kept = self.states.get(slot, ([], {})) if start else ([], {})
+            assert len(state) <= start, "the state contains tokens that the step computes"
+            state = state + [kept[position] for position in range(len(state), start)]
+            blocks = step.block_table_SM[s, : -(-end // self.block_size)]
+            assert state == self.cache[blocks].reshape(-1)[:start].tolist(), "the state has other tokens"
+            new = step.token_id_T[first:stop].tolist()
+            for position, token in zip(range(start, end), new):
+                kept = {p: t for p, t in kept.items() if p % NUM_INPUTS != position % NUM_INPUTS} | {position: token}
+            self.states[slot] = (state + new if stop - first > MAX_LAG else state), kept
+
+    def copy_states(self, copies: list[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.states[target] = self.states[source]
 
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Return logits and hidden states, which are the logits too."""
@@ -186,6 +211,8 @@ def hash_engine(
     runner = HashRunner(num_blocks, pages, bad_token, memory)
     runner.is_asynchronous = is_asynchronous
     settings = {"max_model_len": 64, "max_num_seqs": 6, "max_num_batched_tokens": 16} | options
+    if settings.get("has_states"):
+        settings.setdefault("num_snapshots", 2)
     engine = Engine.from_parts(runner, tokenizer or PlainTokenizer(), num_pages=num_blocks, kv_pages=pages, **settings)
     assert (engine.scheduler.pacing is not None) == is_asynchronous
     engine.scheduler.pacing = None  # it measures time, and a test's steps must be reproducible
@@ -200,12 +227,17 @@ def hash_engine(
     return engine
 
 
-def tight_engine(rng: np.random.Generator, max_len: int = 64, has_window: bool = False, **options: Any) -> Engine:
-    """Build an engine of random sizes, whose cache holds from one to about four long sequences. has_window: some layers
-    keep only the last tokens, of a random number."""
+LAYERS = "alike", "window", "states"
+
+
+def tight_engine(rng: np.random.Generator, max_len: int = 64, layers: str = "alike", **options: Any) -> Engine:
+    """Build an engine of random sizes, whose cache holds from one to about four long sequences. layers: some keep only
+    the last tokens, of a random number, or a state."""
     size = int(rng.choice([1, 3, 4, 8]))
     of_one = -(-max_len // size)
-    if has_window:
+    if layers == "states":
+        options["has_states"] = True
+    if layers == "window":
         options |= {"window": int(rng.integers(2, 24)), "blocks_per_page": int(rng.integers(1, 4))}
         of_one = KVPages(size, 0, options["window"], options["blocks_per_page"]).num_pages(max_len)
     return hash_engine(

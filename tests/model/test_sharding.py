@@ -77,7 +77,7 @@ def logits_of(load: Callable[[OneRank], LoadedModel], step: StepInput, size: int
     return run(ONE_RANK) if size == 1 else on_ranks(size, run)[0]
 
 
-NOT_DIVIDED = "olmo", "gemma4-moe"
+NOT_DIVIDED = "olmo", "gemma4-moe", "qwen3-5", "qwen3-next"
 
 
 @pytest.mark.parametrize("name", [family.name for family in FAMILIES if not family.name.startswith(NOT_DIVIDED)])

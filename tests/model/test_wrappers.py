@@ -10,10 +10,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText, Gemma3Config, Gemma4Config, Mistral3Config
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Gemma4Config,
+    Mistral3Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+)
 
 from pipeline.errors import ModelError
-from tests.model_folders import MINISTRAL_ROPE, VOCAB, small_config, write_tokenizer
+from tests.model_folders import DELTA, MINISTRAL_ROPE, QWEN_MOE, VOCAB, small_config, write_tokenizer
 from tests.parity.harness import LOGIT_TOLERANCE, float32_engine, our_logits, reference_logits
 
 TEXT = small_config(32, 48, 3, 4, 2, head_dim=16, initializer_range=0.2)
@@ -26,7 +33,9 @@ GEMMA4_TEXT = GEMMA3_TEXT | {"global_head_dim": 24, "num_global_key_value_heads"
                              "pad_token_id": 0}  # fmt: skip
 AUDIO = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 16,
          "subsampling_conv_channels": [4, 4]}  # fmt: skip
-Config = Gemma3Config | Gemma4Config | Mistral3Config
+QWEN_ENCODER = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32,
+                "patch_size": 8, "num_position_embeddings": 16}  # fmt: skip
+Config = Gemma3Config | Gemma4Config | Mistral3Config | Qwen3_5Config | Qwen3_5MoeConfig
 
 
 def gemma3() -> Config:
@@ -49,9 +58,17 @@ def mistral3(text_type: str, is_tied: bool, **text: Any) -> Config:
     )
 
 
+def qwen3_5(kind: type[Qwen3_5Config] | type[Qwen3_5MoeConfig], **text: Any) -> Config:
+    types = ["linear_attention", "full_attention", "linear_attention"]
+    tokens = {f"{name}_token_id": VOCAB - 1 for name in ("image", "video", "vision_start", "vision_end")}
+    return kind(text_config=TEXT | DELTA | {"layer_types": types} | text, vision_config=QWEN_ENCODER, **tokens)
+
+
 CONFIGS: dict[str, Callable[[], Config]] = {
     "gemma3": gemma3,
     "gemma4": gemma4,
+    "qwen3_5": lambda: qwen3_5(Qwen3_5Config),
+    "qwen3_5_moe": lambda: qwen3_5(Qwen3_5MoeConfig, **QWEN_MOE, shared_expert_intermediate_size=64),
     "mistral3": lambda: mistral3("ministral3", False, rope_parameters=MINISTRAL_ROPE),
     "mistral3, tied": lambda: mistral3("ministral3", True, rope_parameters=MINISTRAL_ROPE),
     "mistral3 of mistral": lambda: mistral3("mistral", False, sliding_window=21),
@@ -61,7 +78,7 @@ SAVED = "language_model.model."
 
 def under_model(name: str) -> str:
     """Return a saved name in the layout whose modules, but for the head, are all under `model.`, as Gemma 4 saves."""
-    if name.startswith("model."):
+    if name.startswith(("model.", "lm_head.")):
         return name
     if name == "language_model.lm_head.weight":
         return "lm_head.weight"
@@ -100,12 +117,22 @@ def test_logits_of_text(written: tuple[Path, Any], layout: str, tmp_path: Path) 
     assert float(difference) < LOGIT_TOLERANCE
 
 
+def test_a_head_that_drafts_is_ignored(tmp_path: Path) -> None:
+    config = CONFIGS["qwen3_5"]()
+    AutoModelForImageTextToText.from_config(config, dtype=torch.float32).save_pretrained(tmp_path)
+    write_tokenizer(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.ones(32, 64)}, tmp_path / "model.safetensors")
+    float32_engine(tmp_path).close()
+
+
 @pytest.mark.parametrize("name", ["model.layers.9.mlp.up_proj.weight", "speech_tower.proj.weight"])
 def test_a_tensor_that_is_no_image_part_is_an_error(written: tuple[Path, Any], name: str, tmp_path: Path) -> None:
     is_renamed = (
         "multi_modal_projector.norm.weight",
         "multi_modal_projector.mm_soft_emb_norm.weight",
         "model.embed_vision.embedding_projection.weight",
+        "model.visual.merger.norm.weight",
     )
     folder = renamed(written[0], tmp_path / "m", lambda stored: name if stored in is_renamed else stored)
     with pytest.raises(ModelError, match=rf"1 tensors are not part of this architecture: {re.escape(name)}"):

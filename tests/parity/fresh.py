@@ -12,6 +12,7 @@ import json
 import secrets
 import tempfile
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ from tests.parity.harness import (
     greedy,
     greedy_reference,
     our_logits,
+    own_error,
     reference_logits,
+    state_bytes,
 )
 
 
@@ -79,6 +82,8 @@ def vary(family: Family, config: dict[str, Any], rng: np.random.Generator) -> di
         drawn["rope_parameters"] = {"full_attention": drawn_rope(rng), "sliding_attention": local}
     if family.model_type == "gemma4_text":
         drawn |= drawn_full_attention(config["num_attention_heads"], rng)
+    if "linear_num_key_heads" in known:
+        drawn |= drawn_delta_net(layers, rng)
     if family.model_type == "smollm3":
         drawn["no_rope_layers"] = rng.integers(0, 2, layers).tolist()
     if family.model_type == "gpt2":
@@ -94,7 +99,8 @@ def vary(family: Family, config: dict[str, Any], rng: np.random.Generator) -> di
         config = {name: value for name, value in config.items() if name not in ("n_group", "topk_group")}
     if family.model_type in ("starcoder2", "arcee"):
         drawn["hidden_act"] = str(rng.choice(["gelu_pytorch_tanh", "relu", "relu2", "silu"]))
-    if family.model_type not in ("gpt2", "gemma3_text", "gemma4_text", "phi3", "ministral3", "olmo3", "glm4_moe"):
+    others = "gpt2", "gemma3_text", "gemma4_text", "phi3", "ministral3", "olmo3", "glm4_moe"
+    if family.model_type not in others and "linear_num_key_heads" not in known:
         drawn["rope_parameters"] = drawn_rope(rng)
     return config | drawn
 
@@ -120,6 +126,24 @@ def drawn_full_attention(num_heads: int, rng: np.random.Generator) -> dict[str, 
     }
 
 
+def drawn_delta_net(layers: int, rng: np.random.Generator) -> dict[str, Any]:
+    """Draw the shape of Gated DeltaNet layers, which layers they are, and the share of rotated values of the others."""
+    types = rng.choice(["full_attention", "linear_attention"], layers).tolist()
+    types[int(rng.integers(layers))] = "full_attention"
+    key_heads = int(rng.choice([1, 2, 4]))
+    rope = {"rope_type": "default", "rope_theta": float(rng.choice([100.0, 10000.0, 1e6]))}
+    return {
+        "layer_types": types,
+        "head_dim": int(rng.choice([8, 16, 24, 40])),
+        "linear_key_head_dim": int(rng.choice([8, 12, 32])),
+        "linear_value_head_dim": int(rng.choice([8, 20, 64])),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * int(rng.integers(1, 4)),
+        "linear_conv_kernel_dim": int(rng.integers(1, 7)),
+        "rope_parameters": rope | {"partial_rotary_factor": float(rng.choice([0.25, 0.5, 1.0]))},
+    }
+
+
 def drawn_rope(rng: np.random.Generator) -> dict[str, Any]:
     """Draw a kind of rope whose borders are within the prompts' lengths."""
     rope = dict(ROPES[int(rng.integers(len(ROPES)))])
@@ -136,6 +160,26 @@ def leave_out_defaults(folder: Path, family: Family, rng: np.random.Generator) -
     is_default = {key: key != "model_type" and key in default and default[key] == values[key] for key in values}
     kept = {key: value for key, value in values.items() if not is_default[key] or rng.random() < 0.5}
     path.write_text(json.dumps(kept), encoding="utf-8")
+
+
+ROUTER_TIE = 2e-5
+
+
+def router_gap(model: Any, token_ids: list[int]) -> float:
+    """Return the least difference between the logits of the last chosen expert and the next one, over all tokens."""
+    gaps: list[float] = []
+
+    def observe(router: Any, inputs: Any, outputs: Any) -> None:
+        logits_TE, top_k = outputs[0].sort(-1, descending=True).values, outputs[1].shape[-1]
+        if top_k < logits_TE.shape[-1]:
+            gaps.append(float((logits_TE[..., top_k - 1] - logits_TE[..., top_k]).min()))
+
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    hooks = [router.register_forward_hook(observe) for router in routers]
+    reference_logits(model, token_ids)
+    for hook in hooks:
+        hook.remove()
+    return min(gaps, default=float("inf"))
 
 
 def check_family(folder: Path, rng: np.random.Generator, totals: Totals) -> str:
@@ -155,14 +199,18 @@ def check_family(folder: Path, rng: np.random.Generator, totals: Totals) -> str:
         "enable_prefix_caching": bool(rng.random() < 0.7),
     }
     drafts = {"method": "lookup", "num_speculative_tokens": int(rng.integers(1, 7)), "forced": True}
+    continuations = [greedy_reference(model, prompt, num_tokens) for prompt in prompts]
+    decided = [router_gap(model, p + c) > ROUTER_TIE for p, c in zip(prompts, continuations)]
+    prompts, continuations = list(compress(prompts, decided)), list(compress(continuations, decided))
+    if not prompts:
+        return "all prompts have a token for which two experts are nearly tied"
     with float32_engine(folder, **limits) as engine:
         expected = reference_logits(model, prompts[0])
-        exact = reference_logits(load_reference(folder).double(), prompts[0])
-        rounding = float((expected - exact).abs().max())  # of transformers; more than usual if attention is sharp
+        rounding = own_error(folder, prompts[0])  # more than usual if attention is sharp
         worst = float((our_logits(engine, prompts[0]) - expected).abs().max())
         assert worst < LOGIT_TOLERANCE + 2 * rounding, f"logits differ by {worst:.1e} under {limits}"
-        kv_bytes = int(rng.integers(240, 700)) * engine.runner.decoder.config.kv_bytes_per_token(torch.float32)
-    continuations = [greedy_reference(model, prompt, num_tokens) for prompt in prompts]
+        of_token = engine.runner.decoder.config.kv_bytes_per_token(torch.float32)  # type: ignore[attr-defined]
+        kv_bytes = int(rng.integers(240, 700)) * of_token + state_bytes(engine)
     preemptions = cached = accepted = 0
     for speculation in ("off", drafts):
         with float32_engine(folder, kv_cache_memory_bytes=kv_bytes, speculation=speculation, **limits) as engine:

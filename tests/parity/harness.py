@@ -1,13 +1,18 @@
 """Our tokens and logits against those of transformers, in float32."""
 
+import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from pipeline import Engine, EngineConfig, SamplingParams
+from pipeline.kernels.delta_net import StateCache
+from tests.model_folders import CHUNKED, in_chunks, load_reference
 from tests.prompt_steps import prompt_step
 
 LOGIT_TOLERANCE = 1e-4
@@ -25,6 +30,15 @@ class Agreement:
 def reference_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0].float()
+
+
+def own_error(folder: Path, token_ids: list[int]) -> float:
+    """Return how far the logits of transformers' own form of a model are from float64."""
+    exact = reference_logits(load_reference(folder, torch.float64), token_ids)
+    model = load_reference(folder)
+    module = sys.modules[type(model).__module__]
+    with patch.object(module, CHUNKED, in_chunks[module]) if module in in_chunks else nullcontext():
+        return float((reference_logits(model, token_ids) - exact).abs().max())
 
 
 def greedy_reference(model: Any, prompt: list[int], num_tokens: int, guess: Sequence[int] = ()) -> list[int]:
@@ -70,6 +84,12 @@ def our_logits(engine: Engine, token_ids: list[int]) -> torch.Tensor:
 def float32_engine(folder: Path, **options: Any) -> Engine:
     settings = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 512, "block_size": 8}
     return Engine(EngineConfig(model=str(folder), device="cpu", dtype="float32", **(settings | options)))
+
+
+def state_bytes(engine: Engine) -> int:
+    """Return the bytes of the states of all layers; 0 for most families."""
+    states: tuple[StateCache | None, ...] = engine.runner.kv.states  # type: ignore[attr-defined]
+    return sum(tensor.nbytes for state in states if state is not None for tensor in state.tensors)
 
 
 def greedy(num_tokens: int) -> SamplingParams:

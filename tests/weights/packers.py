@@ -223,7 +223,8 @@ def write_pair(
     return pack_pair(plain, root / "quantized", quantization, pack, seed=len(json.dumps(quantization)))
 
 
-LINEARS = "_proj.weight", "c_fc.weight", ".w1.weight", ".w2.weight", ".w3.weight"
+LINEARS = ("_proj.weight", "c_fc.weight", ".w1.weight", ".w2.weight", ".w3.weight", "in_proj_qkv.weight",
+           "in_proj_z.weight", "in_proj_qkvz.weight")  # fmt: skip
 
 
 def pack_pair(
@@ -237,11 +238,7 @@ def pack_pair(
     packed, dense = {}, {}
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
-        packer = (
-            pack(stem)
-            if name.endswith(("_proj.weight", "c_fc.weight", ".w1.weight", ".w2.weight", ".w3.weight"))
-            else None
-        )
+        packer = pack(stem) if name.endswith(LINEARS) else None
         if packer is None:
             packed[name] = dense[name] = tensor
             continue

@@ -19,6 +19,7 @@ from pipeline.engine.schedule.slot_table import ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 from pipeline.engine.schedule.thinking import end_of_drafts
 from pipeline.engine.stats import EngineStats
+from pipeline.kernels.delta_shape import MAX_LAG
 from pipeline.kernels.memory import on_device
 
 MAX_CHECKED_TOKENS = 1024  # next tokens plus drafts of a step, each with its own logits; at least all next tokens
@@ -127,6 +128,8 @@ class SpecDecoder:
         slot_S = plan.slot_S[sampling]
         proposal = self.proposer.propose(slot_S)
         max_S = np.maximum(self._room.max_useful(slot_S), 0)
+        if self._scheduler.table.has_states:  # those of longer steps do not lag, and cannot be taken back
+            max_S = np.maximum(np.minimum(max_S, MAX_LAG - plan.count_S[sampling]), 0)
         proposal = Proposal(slot_S, np.minimum(proposal.count_S, max_S), proposal.match_len_S, proposal.token_id_SK)
         count_S = np.maximum(np.minimum(self.policy.lengths(facts, proposal), proposal.count_S), 0)
         if count_S.any():

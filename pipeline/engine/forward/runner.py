@@ -4,6 +4,7 @@ Owns the tensors of the KV cache and of the rotary positions, and the torch sett
 """
 
 import os
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -43,6 +44,7 @@ class Runner(SamplingKernels, Protocol):
     def execute_and_read(self, step: StepInput, row_N: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]: ...
     def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor: ...
     def zero_pages(self, page_ids: list[int]) -> None: ...
+    def copy_states(self, copies: list[tuple[int, int]]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -164,6 +166,14 @@ class ModelRunner:
     def zero_pages(self, page_ids: list[int]) -> None:
         self.kv.fill(page_ids, 0.0)
 
+    @torch.inference_mode()
+    def copy_states(self, copies: list[tuple[int, int]]) -> None:
+        """Copy states from one slot to another, in this order. Takes no memory, so that it cannot fail."""
+        for state in self.kv.states:
+            for tensor in () if state is None else state.tensors:
+                for source, target in copies:
+                    tensor[target].copy_(tensor[source])
+
     def close(self) -> None:
         """Nothing to end: weights and cache are freed with this object."""
 
@@ -173,7 +183,8 @@ def attention_input(step: StepInput, slot_GT: torch.Tensor, block_size: int) -> 
     sequences, windowed = (step.query_start_S1, step.context_len_S), None
     if step.window_block_table_SM is not None:
         windowed = AttentionInput(*sequences, step.window_block_table_SM, slot_GT[1], block_size)
-    return AttentionInput(*sequences, step.block_table_SM, slot_GT[0], block_size, windowed=windowed)
+    full = AttentionInput(*sequences, step.block_table_SM, slot_GT[0], block_size, windowed=windowed)
+    return full if step.state_slot_S is None else replace(full, state_slot_S=step.state_slot_S)
 
 
 class DeviceContext:

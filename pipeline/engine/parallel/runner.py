@@ -60,6 +60,9 @@ class ParallelRunner:
         hidden_RH = hidden_RH.to(self._own.decoder.device, self._own.decoder.dtype).contiguous()
         return self._call("logits", [np.array([len(hidden_RH)])], lambda: self._share.logits(hidden_RH))
 
+    def copy_states(self, copies: list[tuple[int, int]]) -> None:
+        raise AssertionError("models with states are not divided over ranks")
+
     def zero_pages(self, page_ids: list[int]) -> None:
         self._call("zero_pages", [np.array(page_ids)], lambda: self._own.zero_pages(page_ids))
 

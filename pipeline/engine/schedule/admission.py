@@ -18,6 +18,7 @@ Suffixes: S sequences, K sequences by their end, the last one first, H finished 
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +27,7 @@ from pipeline.engine.schedule.block_pool import BlockPool
 from pipeline.engine.schedule.held_prompts import HeldPrompts
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.slot_table import SlotTable
+from pipeline.engine.schedule.state_snapshots import StateSnapshots
 from pipeline.engine.stats import EngineStats
 from pipeline.roofline.kv_pages import KVPages
 
@@ -46,8 +48,9 @@ class Admission:
         stats: EngineStats,
         enable_prefix_caching: bool,
         held: HeldPrompts,
+        snapshots: StateSnapshots,
     ) -> None:
-        self._table, self._pool, self._stats, self._held = table, pool, stats, held
+        self._table, self._pool, self._stats, self._held, self._snapshots = table, pool, stats, held, snapshots
         self._enable_prefix_caching = enable_prefix_caching
         self.waiting: deque[Sequence] = deque()
         self.expected_output: int | None = None  # expected generated tokens of a sequence; None: its limit
@@ -93,9 +96,10 @@ class Admission:
                 continue
             is_alone = not len(running) and not slots
             known, start = len(sequence.token_ids), len(hits.pages) * size
+            shared = self._end_of_shared(sequence, start)
             free_hits = pool.num_free_of(hits.all)
             with_sequence = demand.add(known, self._likely_end(sequence), len(hits.all) - free_hits)
-            count = min(known - start, budget)
+            count = min((shared or self._table.end_of_chunk(sequence)) - start, budget)
             num_new = pages.num_new(start, count)
             if pages.window is not None:
                 while sum(num_new) + free_hits > pool.num_free and count > (1 if is_alone else pages.block_size):
@@ -109,6 +113,10 @@ class Admission:
                 self._held.continued(hits.all)
             new, window_new = (pool.allocate(num) for num in num_new)
             slots.append(self._table.occupy(sequence, hits.pages + new, start, hits.window_pages + window_new))
+            if self._table.has_states:
+                self._table.set_cut(slots[-1], shared)
+                if start:
+                    self._snapshots.restore(sequence.hashes[len(hits.pages) - 1], slots[-1])
             starts.append(start)
             counts.append(count)
             if sequence.num_cached < 0:  # not admitted before
@@ -117,7 +125,7 @@ class Admission:
                     self._stats.cached_tokens += sequence.num_cached
                     self._stats.prompt_tokens += sequence.num_cached
             demand = with_sequence
-            in_progress.update(sequence.hashes[len(hits.pages) :])
+            in_progress.update(self._being_computed(slots[-1], len(hits.pages)))
             budget -= count
         self.waiting.extendleft(reversed(deferred))
         return slots, starts, counts
@@ -133,7 +141,35 @@ class Admission:
         if self._table.pages.window is not None:
             num_found, window_found = self._pool.find_window(sequence.hashes[: len(found)], self._table.pages)
             found = found[:num_found]
+        if self._table.has_states:
+            found = found[: self._snapshots.longest(sequence.hashes[: len(found)])]
+            return _Hits(found, []), not in_progress.isdisjoint(sequence.hashes[len(found) : usable])
         return _Hits(found, window_found), len(found) < usable and sequence.hashes[len(found)] in in_progress
+
+    def _end_of_shared(self, sequence: Sequence, start: int) -> int | None:
+        """Return the end of the pages that the next waiting sequence also begins with, if there are any after `start`
+        and there are states to copy there."""
+        if not (self._table.has_states and self._enable_prefix_caching and self.waiting):
+            return None
+        size, following = self._pool.block_size, self.waiting[0]
+        usable = min(sequence.num_shareable, following.num_shareable) // size
+        following.extend_hashes(following.token_ids, usable, size)
+        pairs = zip(sequence.hashes[:usable], following.hashes)
+        end = size * sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return end if end > start else None
+
+    def _being_computed(self, slot: int, num_computed: int) -> list[bytes]:
+        """Return the hashes of the pages after the computed ones that others can share once they are computed."""
+        table, hashes = self._table, self._table.at(slot).hashes
+        if not table.has_states:
+            return hashes[num_computed:]
+        return [hashes[end - 1]] if (end := self.end_of_snapshot(slot)) > num_computed else []
+
+    def end_of_snapshot(self, slot: int) -> int:
+        """Return the number of pages at which the sequence's states will be copied; 0: nowhere."""
+        cut, size = int(self._table.cut[slot]), self._pool.block_size
+        known = len(self._table.at(slot).hashes)
+        return cut // size if cut % size == 0 and cut // size <= known else 0
 
     def _hashes_in_progress(self, running: np.ndarray) -> set[bytes]:
         """Return the hashes of prompt blocks that running sequences have not computed yet."""
@@ -142,7 +178,7 @@ class Admission:
             table, size = self._table, self._pool.block_size
             prefilling = running[table.num_known[running] - table.num_computed[running] > 1]
             for slot, computed in zip(prefilling.tolist(), table.num_computed[prefilling].tolist()):
-                hashes.update(table.at(slot).hashes[computed // size :])
+                hashes.update(self._being_computed(slot, computed // size))
         return hashes
 
     def _update_expected_output(self) -> None:

@@ -12,7 +12,9 @@ prompt that is computed in one chunk are all held meanwhile, so where they do no
 A step that runs out of device memory is undone (`undo`) and the following ones are limited to half its tokens; every
 `RECOVERY_STEPS` steps that fit double the limit. Under a limit the sequences take turns, longest waiting first, so a
 sequence that fits in no step is soon alone in one. A sequence that skips a step keeps its KV blocks: the cache was
-allocated at startup, and releasing them would free no memory.
+allocated at startup, and releasing them would free no memory. Layers may keep states instead of keys and values
+(`kernels/delta_net.py`), in the slot of their sequence: a chunk of a prompt advances them, so if it is undone, the
+sequence begins again.
 
 Drafts come last: they use the remaining token budget and free blocks. They are written after the known tokens and
 computed with them. Accepted ones become known (`append`), the others are overwritten and their blocks released
@@ -32,9 +34,11 @@ from pipeline.engine.schedule.held_prompts import HeldPrompts
 from pipeline.engine.schedule.pacing import AdmissionPacing
 from pipeline.engine.schedule.sequence import Sequence
 from pipeline.engine.schedule.slot_table import SlotTable, ranges
+from pipeline.engine.schedule.state_snapshots import StateSnapshots
 from pipeline.engine.schedule.step_plan import StepPlan, StepTokens
 from pipeline.engine.stats import EngineStats
 from pipeline.errors import RowError
+from pipeline.kernels.delta_shape import MAX_LAG
 
 RECOVERY_STEPS = 16
 
@@ -63,12 +67,14 @@ class Scheduler:
         stats: EngineStats,
         max_num_batched_tokens: int,
         enable_prefix_caching: bool,
+        num_snapshots: int = 0,
     ) -> None:
+        """num_snapshots: states after those of the running sequences, for the ends of shared prefixes."""
         assert max_num_batched_tokens >= table.num_slots, "each running sequence must fit a step"
         self.table, self.pool, self.stats = table, pool, stats
         self.max_num_batched_tokens, self.enable_prefix_caching = max_num_batched_tokens, enable_prefix_caching
-        self.held = HeldPrompts(pool)
-        self.admission = Admission(table, pool, stats, enable_prefix_caching, self.held)
+        self.held, self.snapshots = HeldPrompts(pool), StateSnapshots(table.num_slots, num_snapshots)
+        self.admission = Admission(table, pool, stats, enable_prefix_caching, self.held, self.snapshots)
         self.running = np.zeros(0, dtype=np.int64)  # slots, oldest sequence first
         self.step_tokens = max_num_batched_tokens  # current token budget; lower after a step ran out of memory
         self.pacing: AdmissionPacing | None = None  # None: sequences that fit are admitted at once
@@ -211,7 +217,18 @@ class Scheduler:
             first_P, end_P = plan.start_S[prefilling] // size, np.minimum(end_S, prompt_S)[prefilling] // size
             for slot, first, end in zip(plan.slot_S[prefilling].tolist(), first_P.tolist(), end_P.tolist()):
                 self._make_findable(slot, first, end)
+        if table.has_states:
+            self._keep_states(plan)
         return tokens
+
+    def _keep_states(self, plan: StepPlan) -> None:
+        """Record what the states contain after a step, and copy those that have reached the end of a prefix."""
+        table, end_S = self.table, plan.start_S + plan.count_S
+        table.num_applied[plan.slot_S] = np.where(plan.count_S > MAX_LAG, end_S, plan.start_S)
+        for slot in plan.slot_S[end_S == table.cut[plan.slot_S]].tolist():
+            if self.enable_prefix_caching and (num_pages := self.admission.end_of_snapshot(slot)):
+                self.snapshots.save(table.at(slot).hashes[num_pages - 1], slot)
+            table.set_cut(slot, None)
 
     def undo(self, plan: StepPlan) -> None:
         """Undo a plan that ran out of memory: none of it counts, and later plans are at most half as large.
@@ -219,8 +236,11 @@ class Scheduler:
         The step that counts overwrites what this one wrote into blocks that a sequence keeps. Sequences of the plan
         that have ended since are skipped.
         """
-        slot_S = plan.slot_S[np.isin(plan.slot_S, self.running)]
-        self.release_uncomputed(slot_S)
+        runs_S = np.isin(plan.slot_S, self.running)
+        self.release_uncomputed(plan.slot_S[runs_S])
+        if self.table.has_states:  # those that may have advanced cannot be taken back
+            for slot in plan.slot_S[runs_S & (plan.count_S > MAX_LAG) & (plan.start_S > 0)].tolist():
+                self._put_back(slot)
         self.step_tokens = max(plan.num_tokens // 2, 1)
 
     def append(self, slot_S: np.ndarray, token_N: np.ndarray, count_S: np.ndarray | None = None) -> None:
@@ -317,6 +337,8 @@ class Scheduler:
             count_S[long] = need_S[long]
         if len(long):
             count_S[long] = allot(count_S[long], budget)
+        if self.table.has_states:
+            count_S = np.minimum(count_S, self.table.cut[slot_S] - self.table.num_computed[slot_S])
         return count_S
 
     def _turns(self, slot_S: np.ndarray, need_S: np.ndarray) -> np.ndarray:
@@ -327,9 +349,12 @@ class Scheduler:
         return count_S
 
     def _preempt(self, slot_S: np.ndarray) -> None:
-        victim = int(slot_S[1:][np.argmin(self.table.num_computed[slot_S[1:]])])
-        computed = int(self.table.num_computed[victim])
-        sequence = self.drop(victim)
+        self._put_back(int(slot_S[1:][np.argmin(self.table.num_computed[slot_S[1:]])]))
+
+    def _put_back(self, slot: int) -> None:
+        """Remove a running sequence, which will be computed again."""
+        computed = int(self.table.num_computed[slot])
+        sequence = self.drop(slot)
         sequence.num_computed_before_preemption = max(sequence.num_computed_before_preemption, computed)
         self.stats.num_preemptions += 1
         self.admission.put_back(sequence)

@@ -34,10 +34,18 @@ class SlotWatcher(Protocol):
 class SlotTable:
     """Counters of all running sequences, indexed by slot. The OS commits memory pages only when they are used."""
 
-    def __init__(self, num_slots: int, max_model_len: int, pages: KVPages, adapters: Collection[str] = ()) -> None:
-        """adapters: names that requests may use, in the order of their indices."""
+    def __init__(
+        self,
+        num_slots: int,
+        max_model_len: int,
+        pages: KVPages,
+        adapters: Collection[str] = (),
+        has_states: bool = False,
+    ) -> None:
+        """adapters: names that requests may use, in the order of their indices. has_states: each slot also has the
+        states of layers without keys and values (`kernels/delta_net.py`)."""
         self.adapter_index = {name: index for index, name in enumerate(adapters)}
-        self.num_slots, self.max_model_len, self.pages = num_slots, max_model_len, pages
+        self.num_slots, self.max_model_len, self.pages, self.has_states = num_slots, max_model_len, pages, has_states
         max_blocks = -(-max_model_len // pages.page_size) * pages.blocks_per_page
         self.token_ids = np.zeros((num_slots, max_model_len), dtype=np.int32)
         self.block_table = np.zeros((num_slots, max_blocks), dtype=np.int32)
@@ -52,6 +60,8 @@ class SlotTable:
         self.num_known = np.zeros(num_slots, dtype=np.int64)
         self.num_computed = np.zeros(num_slots, dtype=np.int64)
         self.num_prompt = np.zeros(num_slots, dtype=np.int64)
+        self.num_applied = np.zeros(num_slots, dtype=np.int64)  # tokens that the states contain
+        self.cut = np.full(num_slots, _LARGEST)  # position that no step crosses, so that states can be copied or kept
         self.limit = np.zeros(num_slots, dtype=np.int64)  # maximum tokens: prompt + max_tokens, or the context length
         self.order = np.zeros(num_slots, dtype=np.int64)
         self.recompute_until = np.zeros(num_slots, dtype=np.int64)
@@ -111,6 +121,8 @@ class SlotTable:
             self.append_window_pages(np.array([slot]), np.array([len(window_pages)]), window_pages)
             self._hide_passed(slot)
         self.num_prompt[slot] = sequence.num_prompt
+        self.num_applied[slot] = num_computed
+        self.set_cut(slot, None)
         self.limit[slot] = self.limit_of(sequence)
         self.order[slot] = sequence.order
         self.recompute_until[slot] = sequence.num_computed_before_preemption
@@ -140,6 +152,12 @@ class SlotTable:
             self.watcher.admitted(slot)
         return slot
 
+    def set_cut(self, slot: int, shared: int | None) -> None:
+        """Set the position that no step crosses: the end of a prefix, or that of a prompt after which several texts are
+        read."""
+        end = self.end_of_chunk(self.at(slot)) if shared is None else shared
+        self.cut[slot] = end if self.num_computed[slot] < end < self.num_known[slot] else _LARGEST
+
     def _set_thinking(self, slot: int, sequence: Sequence) -> None:
         reasoning, num_prompt = sequence.reasoning, sequence.num_prompt
         self.thinking[slot], self.thinking_deadline[slot] = 0, _LARGEST
@@ -149,6 +167,12 @@ class SlotTable:
             self.thinking_deadline[slot] = _LARGEST if latest is None else min(latest, _LARGEST)
             self.start_id[slot], self.end_id[slot] = reasoning.markers.start_id, reasoning.markers.end_id
             self.has_channels[slot] = isinstance(reasoning, ChannelReasoning)
+
+    def end_of_chunk(self, sequence: Sequence) -> int:
+        """Return the position at which a step must stop that begins this sequence: its known tokens, or less, see
+        `set_cut`."""
+        reads_on = self.has_states and sequence.reader is not None and sequence.reader.num_after > 0
+        return sequence.num_prompt if reads_on else len(sequence.token_ids)
 
     def limit_of(self, sequence: Sequence) -> int:
         """Return the maximum number of tokens that it may reach."""
@@ -268,6 +292,10 @@ class SlotTable:
         # After a preemption these hashes belong to the overwritten tokens.
         del sequence.hashes[first_position // self.pages.page_size :]
         self.num_known[slot], self.num_computed[slot] = end, first_position
+        if self.has_states:  # those after the prompt are computed again, or all, if the states contain some of them
+            num_prompt = sequence.num_prompt
+            self.num_computed[slot] = num_prompt if self.num_applied[slot] <= num_prompt else 0
+            self.set_cut(slot, None)
         self.read_from[slot], self.read_to[slot] = sequence.reader.first, sequence.reader.stop
 
     def _leave_unread(self, slot: int) -> None:

@@ -122,6 +122,7 @@ class StepInput:
     # the same for layers that keep only the last tokens; None: there are none
     window_slot_mapping_T: np.ndarray | None = None
     window_block_table_SM: np.ndarray | None = None
+    state_slot_S: np.ndarray | None = None  # int64: where each sequence's states are; None: the model has none
 
     @property
     def slot_mappings(self) -> list[np.ndarray]:
@@ -162,6 +163,7 @@ def build_input(plan: StepPlan, table: SlotTable) -> StepInput:
         adapter_S=adapter_S if adapter_S is not None and (adapter_S >= 0).any() else None,
         window_slot_mapping_T=None if windowed is None else slot_mapping(windowed),
         window_block_table_SM=None if windowed is None else cut_rows(windowed, slot_S, 0, max_blocks),
+        state_slot_S=slot_S if table.has_states else None,
     )
 
 
@@ -169,7 +171,7 @@ def dummy_step(
     *, count_S: np.ndarray, context_len_S: np.ndarray, block_table_SM: np.ndarray, block_size: int, row_R: np.ndarray
 ) -> StepInput:
     """Build a step without real sequences, which computes the last `count_S` tokens (token id 1) of each context and
-    the logits of its tokens `row_R`."""
+    the logits of its tokens `row_R`. All use the first state."""
     position_T = ranges(context_len_S - count_S, count_S)
     sequence_T = np.repeat(np.arange(len(count_S)), count_S)
     block_T = block_table_SM[sequence_T, position_T // block_size].astype(np.int64)
@@ -181,4 +183,5 @@ def dummy_step(
         context_len_S=context_len_S.astype(np.int32),
         block_table_SM=block_table_SM,
         logit_row_R=row_R,
+        state_slot_S=np.zeros_like(count_S),
     )

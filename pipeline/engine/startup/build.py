@@ -16,10 +16,17 @@ from pipeline.engine.parallel.runner import ParallelRunner
 from pipeline.engine.speculation.config import SpeculationConfig
 from pipeline.engine.startup.dummy_steps import CapturedShape
 from pipeline.engine.startup.loaded import LoadedModel
-from pipeline.engine.startup.memory import cache_before_dense, kv_budget_bytes, return_freed_bytes, weight_bytes
+from pipeline.engine.startup.memory import (
+    cache_before_dense,
+    kv_budget_bytes,
+    limit_states,
+    return_freed_bytes,
+    weight_bytes,
+)
 from pipeline.engine.startup.mixed_tokens import max_mixed_tokens
 from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
 from pipeline.errors import ConfigError
+from pipeline.formatting import shown_bytes
 from pipeline.kernels.ranks import ONE_RANK, OneRank, ProcessRanks
 from pipeline.kernels.select import keep_cpu_kernels_in, keep_gpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder, gpu_kernel_folder
@@ -168,9 +175,10 @@ def load_runner(
             each.compile_kernels(resolved, shape, own, threads, log)
         step_bytes = max(each.step_bytes(resolved) for each in loaded)
         step_bytes += sum(each.captured_bytes(resolved, shape.largest) for each, shape in zip(loaded, shapes))
-    num_pages = ranks.least(_num_kv_pages(config, resolved, sum(each.page_bytes for each in pages), step_bytes))
+    num_pages, max_num_seqs = _cache_size(config, resolved, sum(each.page_bytes for each in pages), step_bytes)
+    num_pages, resolved = ranks.least(num_pages), replace(resolved, max_num_seqs=max_num_seqs)
     max_model_len = _fit_length(config, resolved, num_pages)
-    runner = target.runner(num_pages, pages[0], max_model_len)
+    runner = target.runner(num_pages, pages[0], max_model_len, max_num_seqs + resolved.num_snapshots)
     draft_runner = draft.runner(num_pages, pages[1], max_model_len) if draft is not None else None
     if resolved.device.type == "cuda":
         _capture_steps(runner, draft_runner, resolved, shapes, log)
@@ -275,21 +283,37 @@ def _shared(pages: KVPages) -> dict[str, str | int]:
     return {"kv_page_tokens": pages.page_size, "kv_window": pages.window or 0}
 
 
-def _num_kv_pages(config: EngineConfig, resolved: Resolved, page_bytes: int, step_bytes: int) -> int:
-    pages = resolved.kv_pages
-    need = resolved.max_num_seqs * pages.num_pages(resolved.max_model_len)
+def _cache_size(config: EngineConfig, resolved: Resolved, page_bytes: int, step_bytes: int) -> tuple[int, int]:
+    """Return the number of pages, and of sequences, which may be fewer than `resolved` has if each has states."""
+    pages, num_seqs = resolved.kv_pages, resolved.max_num_seqs
+    need = num_seqs * pages.num_pages(resolved.max_model_len)
     if pages.window is not None:  # the windows of prompts that a step computes are longer
         need += resolved.max_num_batched_tokens // pages.block_size
     budget = kv_budget_bytes(
-        resolved.device, config.kv_cache_memory_bytes, need * page_bytes, config.gpu_memory_utilization, step_bytes
+        resolved.device,
+        config.kv_cache_memory_bytes,
+        need * page_bytes + (num_seqs + resolved.num_snapshots) * resolved.state_bytes,
+        config.gpu_memory_utilization,
+        step_bytes,
     )
+    if (of_one := resolved.state_bytes) > 0:
+        length, own = resolved.max_model_len, replace(pages, page_bytes=page_bytes)
+        fitting = limit_states(budget, of_one, own, length, num_seqs)
+        if config.max_num_seqs is not None and (num_seqs + resolved.num_snapshots) * of_one + 2 * page_bytes > budget:
+            raise ConfigError(
+                f"engine.max_num_seqs = {num_seqs}: the states of a row take {shown_bytes(of_one)}, and KV cache and "
+                f"states have {shown_bytes(budget)}; use at most {fitting}, or raise engine.kv_cache_memory_bytes"
+            )
+        resolved = replace(resolved, max_num_seqs=config.max_num_seqs or fitting)
+        num_seqs = resolved.max_num_seqs
+        budget -= (num_seqs + resolved.num_snapshots) * of_one
     num_pages = budget // page_bytes
     if num_pages < 2:
         raise ConfigError(
             f"a KV cache of {budget} bytes is smaller than two blocks of {page_bytes} bytes; raise "
             "engine.kv_cache_memory_bytes"
         )
-    return num_pages
+    return num_pages, num_seqs
 
 
 def _fit_length(config: EngineConfig, resolved: Resolved, num_pages: int) -> int:

@@ -92,6 +92,11 @@ class LoadedModel:
         """Load the draft model in `path`. reserved_bytes: see `load`. Raises ModelError when its token ids differ from
         the target's."""
         folder = locate_model(path)
+        if read_config(folder).state_bytes(resolved.dtype):
+            raise ModelError(
+                f"speculation.model {path}: a draft model with states (Gated DeltaNet) is not supported; use another, "
+                "or speculation.method: lookup"
+            )
         differs = Tokenizer.from_folder(str(folder)).differs_from(target)
         if differs is not None:
             raise ModelError(
@@ -166,8 +171,9 @@ class LoadedModel:
         pages = pages or single_kv_pages(self.config, resolved.block_size, self.kv_dtype)
         return self.runner(num_pages, pages, resolved.max_model_len)
 
-    def runner(self, num_pages: int, pages: KVPages, max_model_len: int) -> ModelRunner:
-        """Return a runner with a KV cache of this size."""
-        spare = self.kernels.graph_attention is not None
-        kv = KVCache.allocate(self.config, num_pages, pages, self.kv_dtype, self.decoder.device, spare)
+    def runner(self, num_pages: int, pages: KVPages, max_model_len: int, num_states: int = 1) -> ModelRunner:
+        """Return a runner with a KV cache of this size. num_states: sequences that have states at once."""
+        device, dtype = self.decoder.device, self.decoder.dtype
+        spare = self.decoder.kernels.graph_attention is not None
+        kv = KVCache.allocate(self.config, num_pages, pages, self.kv_dtype, device, spare, num_states, dtype)
         return ModelRunner(self.decoder, kv, max_model_len)

@@ -18,6 +18,7 @@ from pipeline.model.config import ModelConfig, StoredParts
 from pipeline.model.offload import STAGING_BUFFERS, spread_layers
 from pipeline.roofline.cards import Card
 from pipeline.roofline.cost_model import DENSE_BYTES, Weights
+from pipeline.roofline.kv_pages import KVPages
 from pipeline.weights.formats import (
     BLOCK,
     QuantFormat,
@@ -224,6 +225,28 @@ def cache_before_dense(max_num_seqs: int, max_model_len: int) -> int:
     loses if it must rebuild the 16-bit form.
     """
     return min(max_num_seqs * min(max_model_len, EXPECTED_TOKENS), ENOUGH_TOKENS)
+
+
+def max_states(budget_bytes: int, state_bytes: int, pages: KVPages, length: int) -> int:
+    """Return the number of sequences of `length` tokens whose states and keys and values fit."""
+    cache_bytes = pages.num_pages(length) * pages.page_bytes
+    fits = max(0, (budget_bytes - num_snapshots(0) * state_bytes) // (state_bytes + cache_bytes))
+    while fits > 0 and fits * cache_bytes + (fits + num_snapshots(fits)) * state_bytes > budget_bytes:
+        fits -= 1
+    return fits
+
+
+def limit_states(budget_bytes: int, state_bytes: int, pages: KVPages, max_model_len: int, max_num_seqs: int) -> int:
+    """Return the default limit of running sequences: each finds `EXPECTED_TOKENS` tokens of cache."""
+    if not state_bytes:
+        return max_num_seqs
+    return max(1, min(max_num_seqs, max_states(budget_bytes, state_bytes, pages, min(max_model_len, EXPECTED_TOKENS))))
+
+
+def num_snapshots(max_num_seqs: int) -> int:
+    """Return the number of states to keep for the ends of shared prefixes. Few suffice: rows with a prefix wait until
+    its state is computed, then start together."""
+    return 2 + max_num_seqs // 16
 
 
 def dense_weights_fit(

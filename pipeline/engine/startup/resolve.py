@@ -12,6 +12,7 @@ from pipeline.engine.startup.memory import (
     OffloadPlan,
     free_cpu_bytes,
     layer_bytes_on_gpu,
+    num_snapshots,
     offload_plan,
     weight_bytes,
 )
@@ -51,12 +52,19 @@ class Resolved:
     kv_pages: KVPages
     gpu_memory_utilization: float
     speculation: SpeculationConfig  # of method off, lookup or draft_model
+    state_bytes: int = 0  # of a sequence, in layers that keep a state instead of keys and values; 0: there are none
+    shares_prefixes: bool = True
     activations: Activations = NOT_ROUNDED  # of the target, not of its draft model
     offload: OffloadPlan | None = None  # of the target's layers
 
     @property
     def block_size(self) -> int:
         return self.kv_pages.block_size
+
+    @property
+    def num_snapshots(self) -> int:
+        """States that are kept for the ends of shared prefixes, besides those of running sequences."""
+        return num_snapshots(self.max_num_seqs) if self.state_bytes and self.shares_prefixes else 0
 
     @property
     def max_verified_tokens(self) -> int:
@@ -95,6 +103,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
             f"engine.max_model_len = {max_model_len}: the model supports at most {model.max_position} positions"
         )
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, model, dtype)
+    if (state_bytes := model.state_bytes(dtype)) and config.deterministic:
+        raise ConfigError("engine.deterministic: not supported for models with states (Gated DeltaNet); remove the key")
     return Resolved(
         device=device,
         dtype=dtype,
@@ -107,6 +117,8 @@ def resolve(config: EngineConfig, model: ModelConfig) -> Resolved:
         kv_pages=resolve_kv_pages(config, model, kv_dtype, device.type, max_model_len),
         gpu_memory_utilization=config.gpu_memory_utilization,
         speculation=_speculation(config.speculation_config),
+        state_bytes=state_bytes,
+        shares_prefixes=config.enable_prefix_caching,
         activations=activations,
         offload=offload,
     )

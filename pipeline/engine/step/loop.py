@@ -63,6 +63,7 @@ class StepLoop:
     def _compute(self, plan: StepPlan, begun_ns: int, rejected: int) -> None:
         """Compute a plan whose known tokens have all been sampled, and append its tokens."""
         self.computing = plan
+        self._copy_states()
         step = build_input(plan, self.table)
         reading = StepReading.of_plan(plan, self.table) if self.table.num_readers else None
         if reading is None:
@@ -80,6 +81,12 @@ class StepLoop:
         step_us, rejected = (perf_counter_ns() - begun_ns) // 1000, self.stats.rejected_drafts - rejected
         only_samples = plan.draft_S is None and reading is None and plan.num_tokens == len(plan.slot_S)
         tokens.add_time(self.stats, step_us, only_samples, rejected)
+
+    def _copy_states(self) -> None:
+        """Make the copies that the scheduler has planned since the last step."""
+        if copies := self.scheduler.snapshots.copies:
+            self.runner.copy_states(copies)
+            copies.clear()
 
     def _sample(self, plan: StepPlan, logits_RV: torch.Tensor) -> SamplerOutput | Verified:
         """Return the next tokens of the sequences that sample: one each, or those verified from their drafts."""

@@ -116,6 +116,7 @@ class OverlappedLoop(StepLoop):
     def _launch(self, plan: StepPlan) -> PendingOutput:
         """Queue the step and the sampling of its tokens without waiting."""
         future = None if self.in_flight is None else self.in_flight.future_tokens(plan, self.table)
+        self._copy_states()
         step = build_input(plan, self.table)
         logits_RV = self.runner.execute(step, future)
         batch = self.batch_of(plan)

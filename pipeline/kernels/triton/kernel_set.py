@@ -10,6 +10,7 @@ from pipeline.kernels.triton import batch_invariant
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
 from pipeline.kernels.triton.attention.dispatch import PagedAttention
 from pipeline.kernels.triton.compile_ahead import compile_ahead
+from pipeline.kernels.triton.delta_net import delta_net
 from pipeline.kernels.triton.elementwise import add_rms_norm, gate_mul, norm_rope_write, rms_norm
 from pipeline.kernels.triton.experts.layer import prepare_experts
 from pipeline.kernels.triton.experts.route import route
@@ -34,6 +35,7 @@ def triton_kernels(
         add_rms_norm=add_rms_norm,
         norm_rope_write=norm_rope_write,
         attention=PagedAttention(device),
+        delta_net=delta_net,
         rms_norm=rms_norm,
         gate_mul=gate_mul,
         route=route,
@@ -45,6 +47,7 @@ def triton_kernels(
             "add_rms_norm": "Triton, one launch",
             "norm_rope_write": "Triton, one launch",
             "attention": "Triton: paged, split over the GPU for few tokens per sequence, tiles of 128 rows for many",
+            "delta_net": "Triton, two launches",
             "rms_norm": "Triton, one launch",
             "gate_mul": "Triton, one launch",
             "route": "Triton, one launch; groups of experts: torch",

@@ -35,14 +35,15 @@ def check_blocks(engine: Engine, texts: list[list[int]]) -> None:
         assert held.tolist() == engine.table.token_ids[sequence.slot, :computed].tolist()
 
 
+@pytest.mark.parametrize("layers", ["alike", "states"])
 @pytest.mark.parametrize("seed", range(6))
-def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int) -> None:
+def test_the_tokens_of_any_mix_are_those_of_plain_steps(seed: int, layers: str) -> None:
     """Rows share blocks, are cut and preempted in tiny caches, with all options; drafts are right, wrong or mixed."""
     rng = np.random.default_rng(seed)
     max_len = int(rng.choice([40, 64]))
     requests = odd_requests(rng, 40, max_len)
     plain = run(roomy_engine(max_len, None), requests, check=False)
-    engine = tight_engine(rng, max_len)
+    engine = tight_engine(rng, max_len, layers)
     outputs = {row: completion.token_ids for row, completion in plain.items()}
     proposer = Recorded(engine.table, outputs, rng, error_rate=float(rng.choice([0.0, 0.1, 0.5])))
     draft_with(engine, proposer, Fitful(int(rng.integers(1, 6)), rng))

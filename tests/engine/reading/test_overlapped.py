@@ -16,9 +16,12 @@ PARAMS = SamplingParams()
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("num_blocks", [200, 24])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_blocks: int, drafts: bool) -> None:
+@pytest.mark.parametrize("has_states", [False, True])
+def test_texts_are_read_between_steps_in_flight(
+    is_asynchronous: bool, num_blocks: int, drafts: bool, has_states: bool
+) -> None:
     rng = np.random.default_rng(1)
-    engine = hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous)
+    engine = hash_engine(num_blocks, 4, is_asynchronous=is_asynchronous, has_states=has_states)
     if drafts:
         draft_with(engine, draft_with_itself(engine, 3))
     rows = [
@@ -26,7 +29,7 @@ def test_texts_are_read_between_steps_in_flight(is_asynchronous: bool, num_block
         for row in range(12)
     ]
     texts = [rng.integers(0, VOCAB, int(rng.integers(2, 40))).tolist() for _ in range(12)]
-    labels = ((3,), (5, 6), (5, 7, 8))
+    labels = ((3,), (5, 6), (5, 7, 8), tuple(range(1, 16)))
     done: dict = {}
     for number, request in enumerate(rows):
         engine.add(request)

@@ -11,7 +11,8 @@ from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.engine.schedule.step_plan import StepTokens
 from pipeline.engine.stats import EngineStats
-from tests.engine.hash_runner import VOCAB, check_tokens, expected_tokens, hash_engine, tight_engine
+from pipeline.engine.tasks import Choice
+from tests.engine.hash_runner import LAYERS, VOCAB, check_tokens, expected_tokens, hash_engine, tight_engine
 
 
 def random_requests(rng: np.random.Generator, count: int, max_len: int) -> list[Request]:
@@ -63,15 +64,15 @@ def run(
     return done
 
 
-@pytest.mark.parametrize("has_window", [False, True])
+@pytest.mark.parametrize("layers", LAYERS)
 @pytest.mark.parametrize("is_asynchronous", [False, True])
 @pytest.mark.parametrize("seed", range(24))
 def test_tokens_survive_any_mix_of_sharing_chunking_and_preemption(
-    seed: int, is_asynchronous: bool, has_window: bool
+    seed: int, is_asynchronous: bool, layers: str
 ) -> None:
     rng = np.random.default_rng(seed)
     max_len = int(rng.choice([40, 64]))
-    engine = tight_engine(rng, max_len, has_window, is_asynchronous=is_asynchronous)
+    engine = tight_engine(rng, max_len, layers, is_asynchronous=is_asynchronous)
     requests = random_requests(rng, 40, max_len)
     done = run(engine, requests, arrivals=rng)
     check_tokens(done, requests, max_len)
@@ -211,6 +212,27 @@ def test_a_shared_prompt_is_computed_once_even_by_requests_that_arrive_together(
     assert [done[row].num_cached_tokens for row in range(8)] == [0] + [40] * 7
     assert sum(engine.runner.tokens_per_step) == 41 + 7 + 8 * 3
     check_tokens(done, requests)
+
+
+@pytest.mark.parametrize("stems", [(30,), (30, 57)], ids=["one prefix", "a prefix in a prefix"])
+def test_states_are_copied_at_the_ends_of_prefixes(stems: tuple[int, ...]) -> None:
+    """A chunk is shorter than the prefix. Each row computes what follows the last whole page of what it shares."""
+    engine = hash_engine(256, 4, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=128, has_states=True)
+    stem = list(range(max(stems)))
+    prompts = [[*stem[:length], 90, row] for length in stems for row in range(5)]
+    requests = [Request(row, prompt, SamplingParams(max_tokens=1)) for row, prompt in enumerate(prompts)]
+    check_tokens(run(engine, requests), requests, 128)
+    whole_pages = [length // 4 * 4 for length in stems]
+    of_rows = sum(len(prompt) for prompt in prompts) - 5 * sum(whole_pages)
+    assert sum(engine.runner.tokens_per_step) == whole_pages[-1] + of_rows
+
+
+def test_labels_of_a_model_with_states_are_computed_after_one_prompt() -> None:
+    engine = hash_engine(64, 4, max_num_batched_tokens=16, has_states=True)
+    labels = ((3, 4), (5, 6), (5, 7, 8))
+    done = run(engine, [Request(0, list(range(30)), SamplingParams(), task=Choice(labels))])
+    assert done[0].error is None
+    assert sum(engine.runner.tokens_per_step) == 30 + len((3,)) + len((5, 7))
 
 
 def test_generated_tokens_are_shared_neither_before_the_end_nor_after() -> None:

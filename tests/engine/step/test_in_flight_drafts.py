@@ -103,7 +103,8 @@ def test_rows_of_every_kind_get_the_tokens_of_plain_steps(seed: int, kind: str) 
     rng = np.random.default_rng(200 + seed)
     requests = odd_requests(rng, 40, 64)
     plain = run(roomy_engine(64, None), requests, check=False)
-    engine, proposer = drafting_engine(4, 0.3, num_blocks=int(rng.integers(20, 90)), max_num_seqs=8)
+    sizes = {"num_blocks": int(rng.integers(20, 90)), "max_num_seqs": 8}
+    engine, proposer = drafting_engine(4, 0.3, **sizes, has_states=kind == "lookup")
     proposer.exposes_draft_probs = False
     if kind == "lookup":
         draft_with(engine, KnownTokens(engine.table, 4), Fitful(4, rng))

@@ -52,10 +52,11 @@ def context_of(engine: Engine, step: StepInput, s: int) -> list[int]:
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("layers", ["alike", "states"])
 @pytest.mark.parametrize("seed", range(8))
-def test_04_tokens_survive_steps_that_run_out_of_memory(seed: int, is_asynchronous: bool) -> None:
+def test_04_tokens_survive_steps_that_run_out_of_memory(seed: int, layers: str, is_asynchronous: bool) -> None:
     rng = np.random.default_rng(seed)
-    engine = tight_engine(rng, is_asynchronous=is_asynchronous)
+    engine = tight_engine(rng, layers=layers, is_asynchronous=is_asynchronous)
     max_tokens = int(rng.integers(1, 12))
     failed = fail_if(engine, lambda step: len(step.token_id_T) > (1 if rng.random() < 0.1 else max_tokens))
     requests = random_requests(rng, 30, 64)

@@ -20,10 +20,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pipeline.kernels.delta_shape import DeltaNet
 from pipeline.kernels.triton.compile_ahead import argument_types
 from pipeline.kernels.triton.launch import A100, H100, CompileTarget, Launch, shared_bytes_of
 from tests.kernels.triton.expert_launches import FORMS, GPT_OSS_20B, QWEN3_30B, expert_launches, lora_launches
-from tests.kernels.triton.model_launches import ModelShape, fp8_launches_of, launches_of
+from tests.kernels.triton.model_launches import ModelShape, delta_net_launches_of, fp8_launches_of, launches_of
 
 MAX_REGISTERS = 255  # of a thread
 
@@ -166,6 +167,7 @@ LLAMA_8B = ModelShape(4096, 14336, 32, 8, 128, 128256)
 GROUPS_OF_5 = ModelShape(5120, 13824, 40, 8, 128, 152064)  # not a power of two: more registers
 GEMMA4_26B = ModelShape(2816, 2112, 16, 2, 512, 262144)  # layers of full attention
 GEMMA4_26B_WINDOWED = ModelShape(2816, 2112, 16, 8, 256, 262144)
+QWEN3_5_9B = DeltaNet(16, 32, 128, 128, 4)
 QWEN3_SMALL = ModelShape(1024, 3072, 16, 8, 128, 151936, qk_norm=True)
 
 
@@ -212,7 +214,9 @@ def chosen(name: str) -> dict[str, Launch]:
         for key, launch in launches_of(shape, dtype, target, span, with_fp8_cache=True).items()
         if key in ("norm_rope_write", "convert", "decode, 1 queries", "prefill", *CASCADE[:2])
     }
+    delta_nets = delta_net_launches_of(QWEN3_5_9B, torch.bfloat16)
     all_of |= over_fp8 | experts(target) | adapters(target)
+    all_of |= {f"{key}, Qwen3.5-9B": launch for key, launch in delta_nets.items()}
     for suffix, with_fp8 in (("", False), (", fp8 cache", True)):
         capped = launches_of(LLAMA_8B, torch.bfloat16, target, with_fp8_cache=with_fp8, softcap=50.0, with_sinks=True)
         all_of |= {f"{key}{suffix}, softcap and sinks": capped[key] for key in SOFTMAX}

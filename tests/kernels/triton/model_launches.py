@@ -5,12 +5,15 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipeline.kernels.cache import FP8, LayerCache
+from pipeline.kernels.delta_net import DeltaWeights, StateCache
+from pipeline.kernels.delta_shape import DeltaNet
 from pipeline.kernels.triton.attention.cascade_metadata import CascadeMetadata, CascadeShape
 from pipeline.kernels.triton.attention.converted_cache import convert_launch
 from pipeline.kernels.triton.attention.decode import decode_launches
 from pipeline.kernels.triton.attention.decode_metadata import DecodeMetadata, max_queries_of
 from pipeline.kernels.triton.attention.prefill import PrefillMetadata, prefill_launch
 from pipeline.kernels.triton.attention.scatter import scatter_launch
+from pipeline.kernels.triton.delta_net import delta_net_launches
 from pipeline.kernels.triton.elementwise import (
     add_rms_norm_launch,
     gate_mul_launch,
@@ -107,6 +110,19 @@ def launches_of(
     sinks_N = empty(shape.num_heads, dtype=torch.float32) if with_sinks else None
     attention = _attention(shape, q_TND, cache, window, (0.1, softcap, sinks_N, target))
     return fused | attention | products | sampling
+
+
+def delta_net_launches_of(shape: DeltaNet, dtype: torch.dtype, num_tokens: int = 512) -> dict[str, Launch]:
+    """Return the launches of a Gated DeltaNet, with a token of each sequence."""
+    heads, weights = shape.num_value_heads, torch.empty(shape.conv_width, shape.num_channels, device=_META)
+    of_heads = (torch.empty(heads, device=_META),) * 2
+    delta = DeltaWeights(shape, weights, *of_heads, torch.empty(shape.value_dim, device=_META))
+    cache = StateCache.allocate(num_tokens, shape, dtype, _META)
+    widths = shape.num_channels + shape.num_outputs, 2 * heads, shape.num_outputs
+    qkvz_TX, ba_TX, out_TX = (torch.empty(num_tokens, width, dtype=dtype, device=_META) for width in widths)
+    numbers = torch.empty(3 * num_tokens + 1, dtype=torch.int32, device=_META)
+    recur, keep = delta_net_launches(qkvz_TX, ba_TX, delta, 1e-6, cache, numbers, 1, out_TX)
+    return {"delta_net": recur, "delta_net, inputs": keep}
 
 
 def _attention(
