@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipeline.formatting import counted, duration, money, percent
 from pipeline.report.faults import FAULTS
 from pipeline.report.record.row_stats import HISTOGRAM_ERROR
-from pipeline.report.record.run_record import PHASE_MEANING, per_second, summed
+from pipeline.report.record.run_record import PHASE_MEANING, RunRecord, per_second, summed
 from pipeline.report.run_report import RunReport
 
 _LATENCIES = {
@@ -375,16 +375,7 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
     yield "Time", f"{_time(report.wall_us)} wall, {_time(report.machine_us)} of machine time"
     yield "Energy", _energy(report)
     yield "Pool", _pool(report)
-    yield (
-        "Retried",
-        "; ".join(
-            f"{run.rows_written:,} error rows with "
-            + ", ".join(f"{key} {value or 'default'}" for key, value in run.retry_limits.items())
-            + f" (run {run.run_id[:4]})"
-            for run in report.runs
-            if run.retry_limits and run.rows_written
-        ),
-    )
+    yield "Retried", "; ".join(_retried(run) for run in report.runs if run.retry_limits and run.rows_written)
     if work.wasted_generated_tokens or work.wasted_prompt_tokens or work.wasted_is_lower_bound:
         least = "at least " if work.wasted_is_lower_bound else ""
         lost = f"{work.wasted_generated_tokens:,} generated and {work.wasted_prompt_tokens:,} prompt tokens"
@@ -393,6 +384,16 @@ def _summary(report: RunReport) -> Iterator[tuple[str, str]]:
     if work.engine_restarts:
         yield "Logs", "_pipeline/logs holds the output of the engine processes and how they exited"
     yield "Fingerprint", report.fingerprint[:8]
+
+
+def _retried(run: RunRecord) -> str:
+    """Return the rows that a run computed again, and its cost."""
+    limits = ", ".join(f"{key} {value or 'default'}" for key, value in run.retry_limits.items())
+    cost = f"{run.generated_tokens:,} tokens out, {_time(run.machine_us)}"
+    return (
+        f"{run.rows_written:,} {' or '.join(run.redo) or 'error'} rows with {limits} (run {run.run_id[:4]}): "
+        f"{cost}{_priced(run.usd if run.prices.are_declared else None)}"
+    )
 
 
 def _priced(usd: float | None) -> str:

@@ -63,11 +63,23 @@ def test_run_prints_the_report(work, pipe, job_that):
     assert "generating: 33.3%, 1/3 rows" in err
     config = seen.pop("config")
     assert (config.input.limit, config.run.actors) == (2, 2)
-    off = {"accept_numerics": False, "retry_failed": False, "append": False, "sample": None, "metrics": None}
+    off = {
+        "accept_numerics": False,
+        "retry_failed": False,
+        "redo": (),
+        "append": False,
+        "sample": None,
+        "metrics": None,
+    }
     assert seen == off | {"accept_numerics": True, "retry_failed": True}
     pipe("run", "job.yaml", "--sample", "7", "--append", "--metrics", "[::]:9400", "--preset", "cpu")
     assert seen.pop("config").engine.max_num_seqs == 32
     assert seen == off | {"append": True, "sample": 7, "metrics": "[::]:9400"}
+    pipe("run", "job.yaml", "--redo", "invalid, truncated")
+    assert seen.pop("config").sampling.max_tokens > 0
+    assert seen == off | {"redo": ("invalid", "truncated")}
+    code, _, err = pipe("run", "job.yaml", "--redo", "failed")
+    assert (code, "expected truncated, invalid, or both" in err) == (2, True)
     assert pipe("run", "job.yaml", "--metrics", "9400")[0] == 2
     code, _, err = pipe("run", "job.yaml", "--preset", "nosuch")
     assert (code, "a100" in err, "h100" in err) == (2, True, True)

@@ -217,7 +217,7 @@ from pipeline.errors import Interrupted
 from pipeline.job.running.reporter import harmless
 from pipeline.job.telemetry.status import Status
 from pipeline.machine.signals import StopSignals
-def run_job(config, *, accept_numerics, retry_failed, append, sample, progress, logs, metrics):
+def run_job(config, *, accept_numerics, retry_failed, redo, append, sample, progress, logs, metrics):
     show = harmless(progress)
     with StopSignals() as stop, stop.draining():
         for number in range(300):

@@ -156,7 +156,7 @@ def run(job, signals=(), **sections):
 
     options = {
         key: sections.pop(key)
-        for key in ("accept_numerics", "retry_failed", "append", "sample", "logs", "metrics")
+        for key in ("accept_numerics", "retry_failed", "redo", "append", "sample", "logs", "metrics")
         if key in sections
     }
     report = run_job(job.config(**sections), backend=FAKES, progress=show, **options)

@@ -28,6 +28,7 @@ from pipeline.formatting import counted
 
 if TYPE_CHECKING:
     from pipeline.config import JobConfig
+    from pipeline.job.actor.rows_again import Kind
     from pipeline.job.telemetry.logs import Level
     from pipeline.job.telemetry.status import Status
 
@@ -38,10 +39,18 @@ def _host_and_port(ctx: click.Context, param: click.Parameter, value: str | None
     return value
 
 
+def _kinds(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
+    kinds = tuple(dict.fromkeys(kind.strip() for kind in value.split(","))) if value is not None else ()
+    for kind in kinds:
+        if kind not in ("truncated", "invalid"):
+            raise click.BadParameter(f"{kind!r}: expected truncated, invalid, or both: truncated,invalid", ctx, param)
+    return kinds
+
+
 _RUN_GROUPS = {
     "Job of a file": ("sets", "presets", "overlays", "vars", "limit", "logical_date"),
     "Job without a file": (*NAMES, "save"),
-    "Resuming": ("accept_numerics", "retry_failed", "append"),
+    "Resuming": ("accept_numerics", "retry_failed", "redo", "append"),
 }
 
 
@@ -55,6 +64,9 @@ _RUN_GROUPS = {
 @click.option("--retry-failed", is_flag=True,
               help="Compute error rows again, with another engine.max_model_len if --set gives one. Each part that "
               "has such rows is replaced as a whole.")  # fmt: skip
+@click.option("--redo", metavar="KINDS", callback=_kinds,
+              help="Compute completions again that were cut (truncated) or whose JSON is not valid (invalid), with "
+              "another sampling.max_tokens or engine.max_model_len by --set. Other rows stay as they are.")  # fmt: skip
 @click.option("--append", is_flag=True,
               help="Accept input files added since the first run; only their rows are computed.")  # fmt: skip
 @click.option("--logical-date", metavar="TIME",
@@ -76,6 +88,7 @@ def run(
     save: str | None,
     accept_numerics: bool,
     retry_failed: bool,
+    redo: "tuple[Kind, ...]",
     append: bool,
     logical_date: str | None,
     limit_exit_code: int,
@@ -100,6 +113,7 @@ def run(
       pipeline run my.yaml --append              files were added to the input
       pipeline run my.yaml --retry-failed        compute error rows again
       pipeline run my.yaml --retry-failed --set engine.max_model_len=8192
+      pipeline run my.yaml --redo truncated,invalid --set sampling.max_tokens=2048
 
     Writes parts to output.path as they finish, _SUCCESS when all are written, and the report to
     output.path/_pipeline/report.md. After one Ctrl-C the run writes what is finished and exits; the same command
@@ -126,6 +140,7 @@ def run(
         limit_exit_code=limit_exit_code,
         accept_numerics=accept_numerics,
         retry_failed=retry_failed,
+        redo=redo,
         append=append,
         sample=sample,
         metrics=metrics,

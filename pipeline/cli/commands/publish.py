@@ -26,8 +26,8 @@ def publish(source: str, target: str, vars: tuple[str, ...], public: bool, repla
       pipeline publish out/summarize delta:s3://bucket/tables/summaries
 
     Rows appear in one commit, with a dataset card or with figures of the job. The same command after an interruption
-    completes it, and does nothing if the target holds this output. After `pipeline run` with --retry-failed or --append
-    it replaces the earlier publication in one commit.
+    completes it, and does nothing if the target holds this output. After `pipeline run` with --retry-failed, --redo or
+    --append it replaces the earlier publication in one commit.
 
     The Hub needs a token with write access: HF_TOKEN or `hf auth login`. A new dataset or table is created. Credentials
     of a table in a store come from the environment, such as AWS_ACCESS_KEY_ID. Delta tables need the package deltalake.

@@ -1,4 +1,4 @@
-"""Rows of a part that were retried under other limits than their job's, recorded in the part's footer.
+"""Rows of a part that were computed again under other limits than their job's, recorded in the part's footer.
 
 `pipeline.retried` holds a JSON list of {"limits": {"engine.max_model_len": 8192}, "rows": [[source_file, source_row],
 ...]}. A row is in the entry of its last computation, or in none if that used the job's own limits. Most parts lack the
@@ -39,6 +39,11 @@ class RetriedRows:
     @property
     def row_ids(self) -> set[RowId]:
         return set(self._limits)
+
+    def computed_with(self, limits: Limits) -> set[RowId]:
+        """Return the rows whose last computation had these limits."""
+        text = json.dumps(dict(limits), sort_keys=True)
+        return {row_id for row_id, own in self._limits.items() if own == text}
 
     def restricted_to(self, row_ids: Iterable[RowId]) -> "RetriedRows":
         """Return the retried rows among `row_ids`."""

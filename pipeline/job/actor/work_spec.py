@@ -14,6 +14,7 @@ from pipeline.engine.config import EngineConfig
 from pipeline.engine.quality.reference_config import ReferenceConfig
 from pipeline.engine.request import Request
 from pipeline.job.actor.resolved_job import ResolvedJob
+from pipeline.job.actor.rows_again import NO_ROWS, RowsAgain
 from pipeline.job.process.child import ChildSpec
 from pipeline.job.telemetry.logs import Level
 from pipeline.report.record.data_warnings import ControlTokenRows
@@ -70,5 +71,4 @@ class WorkSpec:
     metadata: Mapping[str, str] = field(default_factory=dict)  # for the footers of parts
     kept_types: Mapping[str, pa.DataType] = field(default_factory=dict)  # of kept columns in a part, if not plain
     sample: bool = False  # save rows for a later run and write no part
-    retry_failed: bool = False  # recompute the error rows of existing parts
-    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # limits of those rows, if not the job's
+    again: RowsAgain = NO_ROWS  # rows of existing parts to compute again

@@ -24,7 +24,6 @@ from pipeline.engine.request import Request
 from pipeline.errors import OutputError, PipelineError, RowError
 from pipeline.job.actor.byte_room import ByteRoom
 from pipeline.job.actor.copies import copied, first_equal_rows
-from pipeline.job.actor.error_rows import failed_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.resolved_numerics import agree
 from pipeline.job.actor.steps import RowsOfSteps
@@ -68,8 +67,7 @@ class Worker:
             step.task is not None or self._extra_body.get("temperature", step.params.temperature) == 0
             for step in spec.job.steps
         )
-        self._retried_limits = spec.retried_limits
-        self._retry_failed, self._sample, self._run_id = spec.retry_failed, spec.sample, spec.run_id
+        self._again, self._sample, self._run_id = spec.again, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint, self.note)
         self._write = PartWriter(
             store,
@@ -78,7 +76,7 @@ class Worker:
             results=spec.job.results,
             metadata=spec.metadata,
             kept_types=spec.kept_types,
-            limits=spec.retried_limits,
+            limits=spec.again.limits,
             task=spec.job.task,
             accept=config.output.condition,
         )
@@ -117,7 +115,7 @@ class Worker:
         # Ray may retry a task that already wrote the part.
         if self._store.folder.has(str(self._write.name(unit))):
             return self._existing(unit)
-        if self._retried_limits:  # else the whole unit would be computed under them
+        if self._again.limits:  # else the whole unit would be computed under them
             name = self._store.folder.shown(str(self._write.name(unit)))
             raise OutputError(f"{name}: was removed since the run began; first run again without the changed limits")
         requests, failed = self._read(unit)
@@ -187,14 +185,14 @@ class Worker:
         return UnitSummary(unit.window, unit.index, row_stats=row_stats(unit, completions), sampled_rows=unit.num_rows)
 
     def _existing(self, unit: Unit) -> UnitSummary | None:
-        """Handle a unit whose part exists: do nothing, or with `retry_failed` recompute its error rows and replace the
-        part."""
+        """Handle a unit whose part exists: compute the rows that the run computes again and replace the part, or do
+        nothing."""
         name = self._write.name(unit)
         part = self._store.read_part(name)
         totals = PartTotals.of_table(part.table)
         self._store.check_unit(name, totals, unit.num_rows, unit.rows_checksum())
-        again = failed_rows(unit, part.table) if self._retry_failed else None
-        if again is None or again.num_rows == 0:
+        again = self._again.of_unit(unit, part)
+        if again.num_rows == 0:
             return UnitSummary(unit.window, unit.index, totals, found=True)
         requests, failed = self._read(again)
         done, copies, _ = self._complete(again, requests, [])

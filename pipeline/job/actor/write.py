@@ -15,6 +15,7 @@ from pipeline.data.output.result_columns import (
     WHEN,
     ResultShape,
     output_schema,
+    result_column,
     row_ids_of,
     without_dropped_by,
 )
@@ -22,7 +23,7 @@ from pipeline.data.output.retried import RetriedRows
 from pipeline.data.units import Unit
 from pipeline.engine.completion import Completion, RowQuality
 from pipeline.errors import PipelineError
-from pipeline.job.actor.error_rows import patched
+from pipeline.job.actor.rows_again import patched
 from pipeline.job.actor.steps import RowOfSteps
 from pipeline.job.actor.tasks import JobTask, plain_logprobs
 from pipeline.job.telemetry.unit_summary import UnitSummary
@@ -102,6 +103,8 @@ class PartWriter:
         started = time.monotonic_ns()
         renewed = self.table(unit, completions)
         table = patched(part.table, renewed)
+        replaced, row_ids = row_ids_of(part.table), set(unit.row_ids())
+        old = part.table.filter(pa.array([row_id in row_ids for row_id in replaced]))
         retried = RetriedRows(part.metadata)
         retried.add(unit.row_ids(), self._limits)
         self._store.rewrite(name, table, retried.in_notes(part.metadata), part.tag)
@@ -110,7 +113,7 @@ class PartWriter:
             unit.index,
             totals=PartTotals.of_table(table),
             written=True,
-            row_stats=row_stats(unit, completions),
+            row_stats=row_stats(unit, completions) + replaced_stats(old),
             write_us=(time.monotonic_ns() - started) // 1000,
             renewed=PartTotals.of_table(renewed),
         )
@@ -276,6 +279,24 @@ def _steps(rows: list[RowOfSteps]) -> dict[str, StepStats]:
             each[""] += StepStats(0, 0, *(-count for count in tokens))
         found = {name: found.get(name, StepStats()) + stats for name, stats in each.items()}
     return found
+
+
+def replaced_stats(rows: pa.Table) -> RowStats:
+    """Return the statistics that subtract rows of a part which are replaced, as far as the part holds them."""
+    names = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
+    done = rows.filter(result_column(rows, "error").is_null())
+    ids, tokens = row_ids_of(done), zip(*(result_column(done, name).to_pylist() for name in names), strict=True)
+    lengths: dict[int, LengthBucket] = {}
+    copied, seen = CopiedRows(), set[tuple[str, int]]()
+    for row_id, (prompt, cached, generated) in zip(ids, tokens, strict=True):
+        is_first = row_id not in seen  # if samples are rows, a prompt counts once
+        seen.add(row_id)
+        row = LengthBucket(-1, -prompt, -cached, -generated) if is_first else LengthBucket(generated_tokens=-generated)
+        bucket = length_bucket(prompt)
+        lengths[bucket] = lengths.get(bucket, LengthBucket()) + row
+        if cached == prompt:  # a computed row computes its last prompt token at least
+            copied += CopiedRows(-int(is_first), -generated)
+    return RowStats(lengths=lengths, copied=copied)
 
 
 def _quality(row: RowQuality) -> QualityStats:

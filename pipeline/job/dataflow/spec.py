@@ -85,7 +85,7 @@ class FlowSpec:
             output=self.work.output,
             storage=storage_for(self.work.output, self.work.job.config.storage_options),
             fingerprint=self.work.fingerprint,
-            retry_failed=self.work.retry_failed,
+            retry_failed=self.work.again.has_failed,
         )
 
     @property

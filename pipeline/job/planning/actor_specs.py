@@ -25,11 +25,10 @@ def flow_spec(
     tasks: tuple[WindowTask, ...],
     backend: Backend,
     run_id: str,
-    retry_failed: bool = False,
     log_level: Level = "info",
 ) -> FlowSpec:
     """Return the specification of the dataflow. Each actor gets its share of the machine's cores unless the job sets
-    it, and the GPUs that it uses. `retry_failed`: recompute the error rows of units that have a part."""
+    it, and the GPUs that it uses."""
     job, config, run = plan.job, plan.job.config, plan.job.config.run
     on_gpu = plan.device.startswith("cuda")
     gpus = run.gpus_per_actor
@@ -55,8 +54,7 @@ def flow_spec(
         metadata=provenance(plan),
         kept_types=plan.kept_types,
         sample=any(task.sample is not None for task in tasks),
-        retry_failed=retry_failed,
-        retried_limits=plan.retried_limits,
+        again=plan.again,
     )
     units = job.units
     if isinstance(engine, EngineConfig):

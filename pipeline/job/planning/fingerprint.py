@@ -24,7 +24,8 @@ JOB = "_pipeline/job.json"
 ACCEPTED = "_pipeline/accepted-numerics.json"
 FILES = "_pipeline/files.json"  # input files, if there are more than JOB lists
 MAX_LISTED_FILES = 1000  # above this, JOB holds only a digest of all files
-LIMIT = "engine.max_model_len"  # the identity key that a run with --retry-failed may change
+# Identity keys that a run may change for rows that it computes again: the first with --retry-failed, both with --redo
+LIMIT, MAX_TOKENS = "engine.max_model_len", "sampling.max_tokens"
 MAX_SHOWN = 20
 MAX_VALUE_CHARS = 100
 
@@ -172,18 +173,17 @@ def _check_empty(store: PartStore) -> None:
         )
 
 
-def with_limits_of(store: PartStore, ours: Fingerprint) -> tuple[Fingerprint, dict[str, Any]]:
-    """Return `ours` with the output's own `LIMIT`, and this run's limit by that key if it differs. Used to recompute
-    error rows. Raises OutputError."""
+def with_limits_of(store: PartStore, ours: Fingerprint, keys: Collection[str]) -> tuple[Fingerprint, dict[str, Any]]:
+    """Return `ours` with the output's own values of `keys`, and this run's values where they differ. Used to compute
+    rows again. Raises OutputError."""
     raw = store.folder.read(JOB)
-    if raw is None:
-        return ours, {}
-    changes = [change for change in _changes(_parse(store, raw), ours) if change[0] == LIMIT]
-    if not changes:
-        return ours, {}
-    ((_, old, new),) = changes
-    engine = {**ours.identity["engine"], "max_model_len": old}
-    return replace(ours, identity={**ours.identity, "engine": engine}), {LIMIT: new}
+    limits: dict[str, Any] = {}
+    for key, old, new in () if raw is None else _changes(_parse(store, raw), ours):
+        if key in keys:
+            section, _, name = key.partition(".")
+            own = {**ours.identity[section], name: old}
+            ours, limits[key] = replace(ours, identity={**ours.identity, section: own}), new
+    return ours, limits
 
 
 def differs(store: PartStore, ours: Fingerprint) -> bool:
@@ -240,7 +240,9 @@ def _parse(store: PartStore, raw: bytes) -> dict[str, Any]:
 def _agree(store: PartStore, theirs: dict[str, Any], ours: Fingerprint, accept_numerics: bool) -> None:
     changes = _changes(theirs, ours)
     if changes:
-        limits = " With --retry-failed its error rows are computed again under the new limit."
+        limits = " With --redo truncated,invalid its cut and invalid rows are computed again under the new limits."
+        if all(key == LIMIT for key, _, _ in changes):
+            limits = " With --retry-failed its error rows are computed again under the new limit."
         files = " With --append only the new files are computed."
         path = ours.free["input"]["path"]
         moved = f" The first run read {theirs['path']}, this one reads {path}."
@@ -289,7 +291,7 @@ def _are_new_files(changes: list[tuple[str, Any, Any]]) -> bool:
 
 
 def _are_limits(changes: list[tuple[str, Any, Any]]) -> bool:
-    return all(key == LIMIT for key, _, _ in changes)
+    return all(key in (LIMIT, MAX_TOKENS) for key, _, _ in changes)
 
 
 def record_numerics(store: PartStore, ours: Fingerprint) -> None:

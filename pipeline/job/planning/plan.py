@@ -3,9 +3,8 @@
 job file -> resolved job -> windows -> fingerprint -> one listing of the output -> remaining windows
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pyarrow as pa
 
@@ -17,6 +16,7 @@ from pipeline.config.identity import window_bytes
 from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.data.source import InputWindow, Source, cut_windows
 from pipeline.job.actor.resolved_job import ResolvedJob
+from pipeline.job.actor.rows_again import NO_ROWS, RowsAgain
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
 from pipeline.job.planning.fingerprint import Fingerprint, fingerprint
@@ -36,7 +36,7 @@ class JobPlan:
     schema: pa.Schema  # schema of the output
     fingerprint: Fingerprint
     device: str  # "cpu" or "cuda", or with an index
-    retried_limits: Mapping[str, Any] = field(default_factory=dict)  # limits of retried error rows, if changed
+    again: RowsAgain = NO_ROWS  # rows that the run computes again
 
     @property
     def num_rows(self) -> int:

@@ -169,7 +169,8 @@ class RunReporter:
         self.phase = log.outcome
         log.save()
         record = log.record()
-        remember(plan, record)
+        if not record.redo:  # its completions are longer than those of other rows
+            remember(plan, record)
         runs, held = [*self._earlier, record], self._totals.now()
         name, digest, rows = plan.job.config.name, plan.fingerprint.digest, plan.num_rows
         self.report = make_report(self._telemetry, name, digest, runs, held, rows, finished, self._estimate)

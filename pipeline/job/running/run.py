@@ -8,14 +8,15 @@ plan (nothing written) -> claim the output -> one listing -> the remaining units
 import contextlib
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from pipeline.config import JobConfig
 from pipeline.config.identity import free_of
 from pipeline.data.output.inventory import output_problem
 from pipeline.data.output.part_totals import PartTotals
-from pipeline.data.output.parts import SUCCESS, DoneUnits, PartStore
+from pipeline.data.output.parts import SUCCESS, DoneUnits, PartName, PartStore
 from pipeline.errors import (
     ConfigError,
     EnvironmentFailed,
@@ -27,12 +28,14 @@ from pipeline.errors import (
 from pipeline.job.actor.backends import backend_of
 from pipeline.job.actor.partial import remove_all
 from pipeline.job.actor.resolved_numerics import RESOLVED
+from pipeline.job.actor.rows_again import Kind, RowsAgain
 from pipeline.job.actor.work_spec import Backend
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.output.success import check_none_appended, count_rows, read_success, write_empty_part, write_success
 from pipeline.job.planning.actor_specs import flow_spec, provenance, resolve_device
-from pipeline.job.planning.fingerprint import claim, file_digests, record_numerics, with_limits_of
+from pipeline.job.planning.fingerprint import claim, file_digests, record_numerics
 from pipeline.job.planning.plan import JobPlan, make_plan, remaining_windows
+from pipeline.job.planning.redo import begin, check_same, finish, unfinished, with_rows_again
 from pipeline.job.running.driver import Driver
 from pipeline.job.running.limits import RunLimits
 from pipeline.job.running.reporter import RunReporter, Show, close_telemetry, harmless
@@ -56,6 +59,7 @@ from pipeline.report.record.data_warnings import input_warnings
 from pipeline.report.record.run_record import Outcome, RunRecord, SkippedInput
 from pipeline.report.run_report import RunReport
 from pipeline.stores.filesystem import storage_for
+from pipeline.stores.read_ahead import read_ahead
 from pipeline.stores.retries import RetryCounts
 
 
@@ -64,6 +68,7 @@ def run_job(
     *,
     accept_numerics: bool = False,
     retry_failed: bool = False,
+    redo: Sequence[Kind] = (),
     append: bool = False,
     sample: int | None = None,
     progress: Show | None = None,
@@ -73,10 +78,10 @@ def run_job(
 ) -> RunReport:
     """Run or resume a job until its output is complete. For a finished job only the report is rebuilt.
 
-    `retry_failed` recomputes the error rows of the output. `append` accepts input files that are new since the first
-    run. With `sample`, only that many rows are computed and saved for the run that does the rest; `sample.read_sample`
-    reads them. `progress` is called about once a second. At `metrics`, HOST:PORT, the run serves /metrics for
-    Prometheus.
+    `retry_failed` recomputes the error rows of the output, `redo` its rows of these kinds under other limits. `append`
+    accepts input files that are new since the first run. With `sample`, only that many rows are computed and saved for
+    the run that does the rest; `sample.read_sample` reads them. `progress` is called about once a second. At `metrics`,
+    HOST:PORT, the run serves /metrics for Prometheus.
 
     Raises the exceptions of `pipeline.errors`. Whenever one is raised, written output is consistent and the same call
     resumes the job. In the main thread SIGINT, SIGTERM and SIGHUP end the run with Interrupted: while rows are
@@ -85,19 +90,23 @@ def run_job(
     """
     if not isinstance(config, JobConfig):
         raise ConfigError(f"run_job({config!r:.80}): expected a job, as in run_job(load_job('my.yaml'))")
-    if sample is not None and retry_failed:
-        raise ConfigError("--sample and --retry-failed: expected only one of them, since a sample writes no parts")
+    if sample is not None and (retry_failed or redo):
+        other = "--retry-failed" if retry_failed else "--redo"
+        raise ConfigError(f"--sample and {other}: expected only one of them, since a sample writes no parts")
+    if redo and (retry_failed or append):
+        raise ConfigError("--redo: expected without --retry-failed and --append, each in a run of its own")
     show = harmless(progress or (lambda status: None))
     with StopSignals() as stop:
         phase = "planning"
         try:
             started_ns, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
-            plan, store = _plan(config, accept_numerics, retry_failed, append, show, retries)
-            left = _Left.from_plan(plan, store, retry_failed)
+            plan, store = _plan(config, accept_numerics, retry_failed, redo, append, show, retries)
+            left = _Left.from_plan(plan, store)
+            begun = unfinished(store) if left.has_missing else check_same(store, plan.again)
             if sample is not None and left.tasks:
                 left = replace(left, tasks=sample_tasks(left.tasks, sample))
             earlier = load_runs(store)
-            if not left.tasks and SUCCESS in store.folder.names(""):
+            if not left.tasks and begun is None and SUCCESS in store.folder.names(""):
                 wrong = output_problem(store)
                 if wrong is None:
                     return _already_complete(plan, store, left.existing, earlier, show)
@@ -106,6 +115,8 @@ def run_job(
             if accept_numerics:
                 record_numerics(store, plan.fingerprint)
                 store.folder.remove(RESOLVED)  # the first engine of this run records its own
+            if redo and left.tasks and begun is None:
+                begin(store, plan.again, versions(), wall_time())
             # _SUCCESS describes the old parts: some will be written or replaced, or are damaged
             store.folder.remove(SUCCESS)
             phase = "recording the end of the run"
@@ -119,7 +130,8 @@ def run_job(
                 telemetry=telemetry,
                 retries=retries,
                 sample_rows=of_sample,
-                retried_limits=plan.retried_limits,
+                retried_limits=plan.again.limits,
+                redo=redo,
             )
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
             log.warnings = input_warnings(
@@ -151,7 +163,7 @@ def run_job(
                     # A run that was refused or ended early has no model.
                     named = [run.resolved for run in earlier if "model" in run.resolved]
                     found = found.resuming(named[-1] if named else {})
-                    spec = flow_spec(plan, left.tasks, found, log.run_id, left.has_failed, logs.level)
+                    spec = flow_spec(plan, left.tasks, found, log.run_id, logs.level)
                     Driver(config.run, log, totals, reporter, stop, limits, plan.num_rows).compute(spec)
                 if sample is None:
                     _publish(plan, store, log, totals, reporter)
@@ -161,7 +173,13 @@ def run_job(
 
 
 def _plan(
-    config: JobConfig, accept_numerics: bool, retry_failed: bool, append: bool, show: Show, retries: RetryCounts
+    config: JobConfig,
+    accept_numerics: bool,
+    retry_failed: bool,
+    redo: Sequence[Kind],
+    append: bool,
+    show: Show,
+    retries: RetryCounts,
 ) -> tuple[JobPlan, PartStore]:
     """Plan the job and claim its output."""
     show(Status(phase="planning"))
@@ -172,9 +190,8 @@ def _plan(
     plan = make_plan(config, resolve_device(config), log=log, retries=retries, append=append)
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage_options), retries)
     forget_samples_of_another_job(store, plan.fingerprint)
-    if retry_failed:
-        ours, limits = with_limits_of(store, plan.fingerprint)
-        plan = replace(plan, fingerprint=ours, retried_limits=limits)
+    if retry_failed or redo:
+        plan = with_rows_again(plan, store, retry_failed, redo)
     files = file_digests(plan.source)
     claimed = claim(store, config.name, plan.fingerprint, accept_numerics, versions(), wall_time(), files)
     store.name_data_files()
@@ -187,33 +204,33 @@ def _plan(
 
 @dataclass(frozen=True)
 class _Left:
-    """Remaining work of a run. `existing`: the parts that exist. `whole`: with --retry-failed the totals of the parts
-    that are not recomputed, else None."""
+    """Remaining work of a run. `existing`: the parts that exist. `has_missing`: others do not. `whole`: the totals of
+    the parts without rows that are computed again; None if the run computes none again."""
 
     tasks: tuple[WindowTask, ...]
     existing: DoneUnits
+    has_missing: bool
     whole: PartTotals | None = None
-    has_failed: bool = False
 
     @classmethod
-    def from_plan(cls, plan: JobPlan, store: PartStore, retry_failed: bool) -> "_Left":
-        existing = store.list(plan.fingerprint.short)
-        if not retry_failed:
-            return cls(tuple(remaining_windows(plan, existing)), existing)
-        if plan.retried_limits and remaining_windows(plan, existing):
+    def from_plan(cls, plan: JobPlan, store: PartStore) -> "_Left":
+        existing, again = store.list(plan.fingerprint.short), plan.again
+        missing = tuple(remaining_windows(plan, existing))
+        if not again.kinds:
+            return cls(missing, existing, bool(missing))
+        if again.limits and missing:
+            option = "--retry-failed to compute the error rows" if again.has_failed else "--redo to compute these rows"
             raise FingerprintError(
                 f"output.path {store.path}: not all rows are computed yet, and the rest must use the limits of the "
-                f"first run. Finish the job without the change of {', '.join(plan.retried_limits)}; then use "
-                "--retry-failed to compute the error rows under the new limits."
+                f"first run. Finish the job without the change of {', '.join(again.limits)}; then use {option} under "
+                "the new limits."
             )
         store.folder.probe_swap()
-        failed, whole = [], PartTotals()
+        parts, whole = _parts_again(store, existing, again), PartTotals()
         for name, totals in store.parts(existing):
-            if totals.num_error_rows:
-                failed.append(name)
-            else:
+            if name not in parts:
                 whole += totals
-        return cls(tuple(remaining_windows(plan, existing, failed)), existing, whole, bool(failed))
+        return cls(tuple(remaining_windows(plan, existing, parts)), existing, bool(missing), whole)
 
     def totals(self, store: PartStore, log: RunLog, earlier: list[RunRecord], plan: JobPlan) -> OutputTotals:
         if self.whole is not None:
@@ -221,6 +238,15 @@ class _Left:
         else:
             before, existing = totals_so_far(store, earlier, self.existing), self.existing
         return OutputTotals(store, log, before, existing, plan.num_rows, plan.job.config.run.max_error_rate)
+
+
+def _parts_again(store: PartStore, existing: DoneUnits, again: RowsAgain) -> set[PartName]:
+    """Return the parts with rows to compute again: by the footers if they are error rows, else by the rows."""
+    if again.has_failed:
+        return {name for name, totals in store.parts(existing) if totals.num_error_rows}
+    read = read_ahead(lambda name: store.read_part(name, again.columns), existing.parts(), store.folder.reads_at_once)
+    with closing(read):
+        return {name for name, part in read if again.row_ids(part)}
 
 
 def _already_complete(plan: JobPlan, store: PartStore, done: DoneUnits, runs: list[RunRecord], show: Show) -> RunReport:
@@ -283,6 +309,8 @@ def _publish(plan: JobPlan, store: PartStore, log: RunLog, totals: OutputTotals,
     started = time.monotonic_ns()
     counted = count_rows(plan, store, reporter.counted)
     totals.check_error_rate(counted)
+    if check_same(store, plan.again) is not None:
+        finish(store, log.run_id)
     log.driver_us["verify"] = (time.monotonic_ns() - started) // 1000
     reporter.begin_phase("publishing")
     try:

@@ -63,6 +63,7 @@ class RunLog:
         retries: RetryCounts,
         sample_rows: int = 0,
         retried_limits: Mapping[str, Any] | None = None,
+        redo: Sequence[str] = (),
     ) -> None:
         self._telemetry = telemetry
         self._retries = retries  # this run's retried storage requests
@@ -79,6 +80,7 @@ class RunLog:
             resolved=dict(resolved),
             sample_rows=sample_rows,
             retry_limits=dict(retried_limits or {}),
+            redo=tuple(redo),
         )
         self.outcome: Outcome = "running"
         self.driver_us: dict[str, int] = {}

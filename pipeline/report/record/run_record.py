@@ -209,7 +209,8 @@ class RunRecord(JsonRecord):
     telemetry_failures: int = 0  # writes of status, record and report that failed
     sample_rows: int = 0  # requested by `--sample`; such a run writes no parts
     sample_row_stats: RowStats = field(default_factory=RowStats)  # of the rows of a run with --sample
-    retry_limits: dict[str, Any] = field(default_factory=dict)  # limits of --retry-failed that differ from the job's
+    retry_limits: dict[str, Any] = field(default_factory=dict)  # of rows computed again, if they differ from the job's
+    redo: tuple[str, ...] = ()  # kinds of rows that `--redo` computed again
     stopped_by: str = ""  # key of the job file whose limit stopped the run
     moments: list[Moment] = field(default_factory=list)  # progress over time, for the charts of the report
     extra_samples: int = 0  # samples written as rows of their own, not counted in `rows_written`

@@ -47,7 +47,7 @@ class DyingFolder:
 
     def __init__(self, monkeypatch, at: int, before: bool) -> None:
         self.at, self.before, self.writes, self.dead = at, before, 0, False
-        for name in ("create", "replace", "remove"):
+        for name in ("create", "replace", "remove", "swap"):
             monkeypatch.setattr(LocalFolder, name, self._mortal(getattr(LocalFolder, name)))
 
     def _mortal(self, write):
