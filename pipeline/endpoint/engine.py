@@ -154,6 +154,7 @@ class EndpointEngine:
             "num_open": self._meter.num_open,
             "num_rejected": sum(client.num_rejected for client in self._clients),
             "num_requests": self._counts["num_steps"],
+            "num_first_frames": self._images.num_first_frames,
             "needed_nanousd": math.ceil(self.needed_usd / NANO_USD),
             "client_us": time.process_time_ns() // 1000,
         }

@@ -179,6 +179,10 @@ def _server(report: RunReport, requests: int) -> str:
         f"{total('num_rejected'):,} rejected for load and {total('num_retries'):,} failed, then sent again",
         f"{total('client_us') / requests / 1000:.2f} ms of our processor time each",
     ]
+    if frames := total("num_first_frames"):
+        facts.append(
+            f"{counted(frames, 'image')} from files with more frames or pages, of which only the first was sent"
+        )
     unmetered = summed([run.unmetered for run in report.runs])
     if count := unmetered.get("num_unmetered", 0):
         prompt, generated = (unmetered.get(f"unmetered_{name}_tokens", 0) for name in ("prompt", "generated"))

@@ -215,7 +215,7 @@ def test_lines_of_requests_and_chats_are_decoded_too(tmp_path: Path):
 
 
 def test_the_report_counts_the_images_of_completed_rows_and_their_cost(tmp_path: Path):
-    images = [[GOOD["jpeg"](i)] * (1 + i % 3) for i in range(12)] + [[BAD["html"](0)]]
+    images = [[GOOD["jpeg"](i)] * (1 + i % 3) for i in range(11)] + [[GOOD["animated"](0)] * 3] + [[BAD["html"](0)]]
     table = pa.table({"id": [f"row{i}" for i in range(13)], "image": images})
     with FakeServer() as server:
         report = run_job(
@@ -228,6 +228,7 @@ def test_the_report_counts_the_images_of_completed_rows_and_their_cost(tmp_path:
     shown = (tmp_path / "out" / "_pipeline" / "report.md").read_text()
     assert "per 1,000 images" in shown
     assert "| Images | 24 |" in shown
+    assert "3 images from files with more frames or pages, of which only the first was sent" in shown
 
 
 def test_windows_of_images_are_smaller(tmp_path: Path):

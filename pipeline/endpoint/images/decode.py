@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from PIL import ExifTags, Image, ImageOps
 
-from pipeline.endpoint.images import REPLY, REQUEST, WHOLE
+from pipeline.endpoint.images import FIRST_FRAME, IMAGE, REFUSED, REPLY, REQUEST, WHOLE
 
 MAX_SOURCE_PIXELS = 128 << 20  # of a file; more are refused before they are decoded
 MAX_MEMORY_BYTES = 8 << 30
@@ -56,6 +56,16 @@ def converted(raw: bytes, max_pixels: int, kind: str, quality: int) -> bytes:
 def _opened(raw: bytes) -> Image.Image:
     Image.init()
     return Image.open(io.BytesIO(raw), formats=[name for name in FORMATS if name in Image.OPEN])
+
+
+def has_more_frames(raw: bytes) -> bool:
+    """Return whether an image file is an animation, or has several pages."""
+    if raw.startswith(b"\xff\xd8"):  # a second picture in a JPEG is a preview
+        return False
+    with suppress(Exception), warnings.catch_warnings(), _opened(raw) as image:
+        warnings.simplefilter("ignore")
+        return getattr(image, "is_animated", False)
+    return False
 
 
 def _converted(image: Image.Image, raw: bytes, max_pixels: int, kind: str, quality: int) -> bytes:
@@ -163,13 +173,14 @@ def main(max_pixels: int, kind: str, quality: int, dpi: int) -> None:
         page, length = REQUEST.unpack(_read(source, REQUEST.size))
         raw = _read(source, length)
         try:
-            reply, is_image = (
-                (converted(raw, max_pixels, kind, quality) if page == WHOLE else pages.image(os.fsdecode(raw), page)),
-                True,
-            )
+            if page == WHOLE:
+                reply = converted(raw, max_pixels, kind, quality)
+                found = FIRST_FRAME if has_more_frames(raw) else IMAGE
+            else:
+                reply, found = pages.image(os.fsdecode(raw), page), IMAGE
         except NoImage as reason:
-            reply, is_image = str(reason)[:500].encode(), False
-        target.write(REPLY.pack(is_image, len(reply)) + reply)
+            reply, found = str(reason)[:500].encode(), REFUSED
+        target.write(REPLY.pack(found, len(reply)) + reply)
         target.flush()
 
 

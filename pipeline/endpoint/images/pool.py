@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.data.files.pdf_pages import page_of
 from pipeline.data.messages import IMAGE_REFERENCE
 from pipeline.data.prompts import MAX_BYTES
-from pipeline.endpoint.images import REPLY, REQUEST, WHOLE
+from pipeline.endpoint.images import FIRST_FRAME, REFUSED, REPLY, REQUEST, WHOLE
 from pipeline.endpoint.images.documents import Documents
 from pipeline.endpoint.images.fetch import ImageFetcher, NotAllowed, Unavailable
 from pipeline.endpoint.spec import ImageOptions
@@ -43,6 +43,7 @@ class ImagePool:
         self._documents = options.documents and Documents(options.documents, storage)
         self._free = asyncio.Semaphore(options.processes)
         self._idle: list[asyncio.subprocess.Process] = []
+        self.num_first_frames = 0  # images of files that hold more
 
     async def body_with(self, body: Mapping[str, Any], images: Sequence[bytes | str]) -> tuple[dict[str, Any], int]:
         """Return a body whose parts hold the images as data urls instead of references, and the bytes of these. Raises
@@ -98,7 +99,7 @@ class ImagePool:
                 process = self._idle.pop() if self._idle else await self._start()
                 try:
                     async with asyncio.timeout(DECODE_TIMEOUT_S):
-                        is_image, reply = await _exchange(process, page, content)
+                        kind, reply = await _exchange(process, page, content)
                 except TimeoutError:
                     await _end(process)
                     raise ImageRefused(f"not decoded within {DECODE_TIMEOUT_S:g} s") from None
@@ -111,8 +112,9 @@ class ImagePool:
                     await _end(process)
                     raise
                 self._idle.append(process)
-                if not is_image:
+                if kind == REFUSED:
                     raise ImageRefused(reply.decode(errors="replace"))
+                self.num_first_frames += kind == FIRST_FRAME
                 return reply
         raise AssertionError
 
@@ -138,14 +140,14 @@ def size_of(encoded: bytes) -> tuple[int, int]:
     return width, height
 
 
-async def _exchange(process: asyncio.subprocess.Process, page: int, content: bytes) -> tuple[bool, bytes]:
+async def _exchange(process: asyncio.subprocess.Process, page: int, content: bytes) -> tuple[int, bytes]:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(REQUEST.pack(page, len(content)))
     process.stdin.write(content)
     await process.stdin.drain()
-    is_image, length = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
-    return is_image, await process.stdout.readexactly(length)
+    kind, length = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
+    return kind, await process.stdout.readexactly(length)
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
