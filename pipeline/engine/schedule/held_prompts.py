@@ -16,23 +16,22 @@ class HeldPrompts:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._held: dict[int, tuple[int, list[int]]] = {}  # by its last block: the last step, and the blocks; in order
-
-    def __bool__(self) -> bool:
-        return bool(self._held)
+        self.prompts: dict[
+            int, tuple[int, list[int]]
+        ] = {}  # by its last block: the last step, and the blocks; in order
 
     def hold(self, blocks: list[int], step: int) -> None:
         """Take over the caller's references to the blocks of a sequence that ended in this step."""
         found, others = self._pool.findable(blocks)
         self._pool.release(others)
-        if found and found[-1] not in self._held:
-            self._held[found[-1]] = step + MAX_STEPS, found
+        if found and found[-1] not in self.prompts:
+            self.prompts[found[-1]] = step + MAX_STEPS, found
         else:
             self._pool.release(found)
 
     def expire(self, step: int) -> None:
         """Release the prompts without a follow-up until this step."""
-        for last, (until, _) in list(self._held.items()):
+        for last, (until, _) in list(self.prompts.items()):
             if until > step:
                 break
             self._release(last)
@@ -40,12 +39,12 @@ class HeldPrompts:
     def continued(self, blocks: Iterable[int]) -> None:
         """Release the prompts with these blocks, which a follow-up holds now."""
         for block in blocks:
-            if block in self._held:
+            if block in self.prompts:
                 self._release(block)
 
     def release_all(self) -> None:
-        for last in list(self._held):
+        for last in list(self.prompts):
             self._release(last)
 
     def _release(self, last: int) -> None:
-        self._pool.release(self._held.pop(last)[1])
+        self._pool.release(self.prompts.pop(last)[1])

@@ -160,7 +160,7 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """Decide the next step and allocate its blocks; None when there is nothing to compute."""
         self._release_passed()
-        if self.held:
+        if self.held.prompts:
             self.held.expire(self._num_steps)
         slot_S, start_S, count_S, preempted = self._plan_running()
         if self.waiting and self.table.num_free_slots and not preempted and self._is_time_to_admit(count_S):
@@ -177,7 +177,7 @@ class Scheduler:
             used = np.flatnonzero(count_S)
             slot_S, start_S, count_S = slot_S[used], start_S[used], count_S[used]
         if not len(slot_S):
-            if self.held and self.waiting:
+            if self.held.prompts and self.waiting:
                 self.held.release_all()
                 return self.plan()
             return None
@@ -291,7 +291,7 @@ class Scheduler:
             slot_S, count_S = wanted.slot_S, wanted.count_S
             if wanted.num_pages <= self.pool.num_free:
                 break
-            if self.held:
+            if self.held.prompts:
                 self.held.release_all()
                 continue
             if table.pages.window is not None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from pipeline.config import FromColumn, JobConfig
 from pipeline.config.sections.sampling import RepetitionSection, SamplingSection
+from pipeline.config.sections.steps import StepSection
 from pipeline.engine.grammar.structured_outputs import StructuredOutputs
 from pipeline.engine.reasoning.markers import ReasoningMarkers
 from pipeline.formatting import counted, money, printable, shown_bytes
@@ -62,6 +63,7 @@ def _facts(found: ValidationResult) -> list[tuple[str, str]]:
         *([("Quality", _quality(facts.get("reference model"), config))] if config.quality.sample else []),
         *([("Task", _shown_task(task))] if (task := facts.get("task")) else [("Sampling", ", ".join(sampling))]),
         *([] if task else _own_sampling(facts["model_sampling"], job.sampling)),
+        *([("Steps", ", ".join(map(_shown_step, config.steps)))] if config.steps else []),
         ("Output", f"{facts['output']['path']}: {f'{num_existing:,} rows exist' if num_existing else 'empty'}"),
         ("Adds", ", ".join(name for name in facts["output_columns"] if name not in columns["kept"])),
         ("Price", "; ".join(prices) or "not declared (cost.hourly_usd)"),
@@ -85,6 +87,17 @@ def _shown_task(task: dict[str, Any]) -> str:
     values = [f"{key} {value!r}" for key, value in given.items() if value is not None]
     unknown = "" if task["columns_known"] else "; its columns depend on the checkpoint, which is not on this machine"
     return ": ".join(part for part in (task["type"], ", ".join(values)) if part) + unknown
+
+
+def _shown_step(step: StepSection) -> str:
+    given = [step.task.type]
+    if step.when is not None:
+        given.append(f"when {step.when}")
+    if step.vote is not None:
+        given.append(f"up to {step.vote.n} votes")
+    if step.repeat is not None:
+        given.append(f"repeated from {step.repeat.from_step} up to {counted(step.repeat.at_most, 'time')}")
+    return f"{step.name} ({', '.join(given)})"
 
 
 def _shown_requests(found: dict[str, Any] | None) -> str:

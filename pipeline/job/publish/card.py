@@ -127,7 +127,8 @@ def _figures(output: FinishedOutput) -> Iterator[tuple[str, str]]:
 def _columns(output: FinishedOutput) -> Iterator[tuple[str, str, str]]:
     originals = {name: original for original, name in result_names(output.schema).items()}
     for field in output.schema:
-        yield field.name, str(field.type), _MEANINGS.get(originals.get(field.name, ""), "kept from the input")
+        other = "results of the step of this name" if field.name in originals else "kept from the input"
+        yield field.name, str(field.type), _MEANINGS.get(originals.get(field.name, ""), other)
 
 
 def _settings(job: Mapping[str, Any]) -> dict[str, Any]:

@@ -276,6 +276,31 @@ def test_a_server_computes_steps(tmp_path):
     assert report.work.computed_generated_tokens == report.tokens.generated + 2  # and the probe
 
 
+def test_a_finished_output_is_the_input_of_another_job(chain):
+    """The second model of a flow: its job reads the first one's draft and the column of a step."""
+    renamed = {"generated_text": "draft_text", "error": "first_error"}
+    run(chain, output={"rename": renamed, "accept": "check.label = ' yes'"})
+    first, folder = by_id(chain), chain.output
+    second = chain.folder / "second"
+    sections = {
+        "steps": [],
+        "input": {"path": str(folder), "columns": ["id", "draft_text", "check"], "when": "dropped_by is null"},
+        "prompt": {"template": "{draft_text} {check.label} {repair.attempts}"},
+    }
+    report, _ = run(chain, **sections, output={"path": str(second), "rename": {}})
+    rows = [row for part in second.glob("part-*") for row in pq.read_table(part).to_pylist()]
+    assert sorted(row["id"] for row in rows) == list(range(len(TEXTS)))
+    for row in rows:
+        before = first[row["id"]]
+        assert (row["draft_text"], row["check"]) == (before["draft_text"], before["check"])
+        assert row["dropped_by"] == (None if before["check"]["label"] == " yes" else "input.when")
+        if row["dropped_by"] is None:
+            prompt = f"{before['draft_text']} {before['check']['label']} 1"
+            seed = row_seed(0, row["source_file"], row["source_row"])
+            assert row["generated_text"] == generated(prompt, seed, 6)
+    assert 0 < report.rows.completed < len(TEXTS)
+
+
 LOOP = [
     {**CHECK, "prompt": {"template": "{text}: {draft}; ok?"}},
     {
