@@ -30,7 +30,7 @@ def contradictions(job: JobKeys, written: Mapping[str, Any]) -> Iterator[Contrad
     yield from _check_task(job.task, "")
     if job.input.has_requests:
         yield from _with_requests(job, written.get("prompt"))
-    if job.input.format == "pdf" and not job.prompt.images:
+    if job.input.format == "pdf" and job.prompt.images != ("page",):
         yield "prompt.images", "required by input.format pdf: write images: [page]"
     yield from _check_adapters(job)
     yield from _check_ranks(job)

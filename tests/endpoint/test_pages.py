@@ -160,8 +160,9 @@ def test_a_count_that_kills_or_hangs_its_process_is_one_row(tmp_path: Path, monk
 
 def test_mistakes_of_the_job_file_and_the_input(tmp_path: Path):
     folder = put(tmp_path / "in", {"notes.txt": b"none"})
-    with pytest.raises(ConfigError, match=r"prompt\.images: required by input.format pdf: write images: \[page\]"):
-        load_job(job_file(tmp_path, "http://127.0.0.1:1", prompt={"images": []}))
+    for images in [], ["source_page"]:
+        with pytest.raises(ConfigError, match=r"prompt\.images: required by input.format pdf: write images: \[page\]"):
+            load_job(job_file(tmp_path, "http://127.0.0.1:1", prompt={"images": images}))
     with pytest.raises(InputError, match=r"contains no \.pdf files"):
         open_source(folder, kind="pdf")
     put(tmp_path / "in", {"a.pdf": pdf([1])})

@@ -5,11 +5,12 @@ PDFium parses files of strangers, so only processes of their own load it: this o
 """
 
 import json
+import resource
 import sys
-from typing import Any
 
 import pypdfium2
 
+MAX_MEMORY_BYTES = 8 << 30
 MAX_MISSING = 1000  # pages in a row that cannot be loaded, after which no more are tried
 
 
@@ -64,10 +65,10 @@ def _has_page(document: pypdfium2.PdfDocument, index: int) -> bool:
     return True
 
 
-def main(source: Any = sys.stdin, target: Any = sys.stdout) -> None:
-    for line in source:
-        target.write(f"{count_rows(json.loads(line))}\n")
-        target.flush()
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    for line in sys.stdin:
+        print(count_rows(json.loads(line)), flush=True)
 
 
 if __name__ == "__main__":
