@@ -1,7 +1,8 @@
 """Write a unit's completions to its part: rows in input order, their counts, and a summary for the driver."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, replace
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -19,7 +20,7 @@ from pipeline.data.output.result_columns import (
     row_ids_of,
     without_dropped_by,
 )
-from pipeline.data.output.retried import RetriedRows
+from pipeline.data.output.retried import RetriedRows, RowId
 from pipeline.data.units import Unit
 from pipeline.engine.completion import Completion, RowQuality
 from pipeline.errors import PipelineError
@@ -49,6 +50,7 @@ SAMPLES = "_pipeline/samples"
 _UNCOMPUTED = Completion(None, [], "", "stop", 0)  # of each row that does not meet input.when
 
 T = TypeVar("T")
+C = TypeVar("C", LengthBucket, CopiedRows, StepStats)
 
 
 class PartWriter:
@@ -103,8 +105,9 @@ class PartWriter:
         started = time.monotonic_ns()
         renewed = self.table(unit, completions)
         table = patched(part.table, renewed)
-        replaced, row_ids = row_ids_of(part.table), set(unit.row_ids())
-        old = part.table.filter(pa.array([row_id in row_ids for row_id in replaced]))
+        row_ids = set(unit.row_ids())
+        old = part.table.filter(pa.array([row_id in row_ids for row_id in row_ids_of(part.table)]))
+        steps = [field.name for field in self._results.steps]
         retried = RetriedRows(part.metadata)
         retried.add(unit.row_ids(), self._limits)
         self._store.rewrite(name, table, retried.in_notes(part.metadata), part.tag)
@@ -113,7 +116,7 @@ class PartWriter:
             unit.index,
             totals=PartTotals.of_table(table),
             written=True,
-            row_stats=row_stats(unit, completions) + replaced_stats(old),
+            row_stats=row_stats(unit, completions) + replaced_stats(unit, old, steps),
             write_us=(time.monotonic_ns() - started) // 1000,
             renewed=PartTotals.of_table(renewed),
         )
@@ -281,22 +284,30 @@ def _steps(rows: list[RowOfSteps]) -> dict[str, StepStats]:
     return found
 
 
-def replaced_stats(rows: pa.Table) -> RowStats:
-    """Return the statistics that subtract rows of a part which are replaced, as far as the part holds them."""
-    names = ("num_input_tokens", "num_cached_tokens", "num_generated_tokens")
-    done = rows.filter(result_column(rows, "error").is_null())
-    ids, tokens = row_ids_of(done), zip(*(result_column(done, name).to_pylist() for name in names), strict=True)
-    lengths: dict[int, LengthBucket] = {}
-    copied, seen = CopiedRows(), set[tuple[str, int]]()
-    for row_id, (prompt, cached, generated) in zip(ids, tokens, strict=True):
-        is_first = row_id not in seen  # if samples are rows, a prompt counts once
-        seen.add(row_id)
-        row = LengthBucket(-1, -prompt, -cached, -generated) if is_first else LengthBucket(generated_tokens=-generated)
-        bucket = length_bucket(prompt)
-        lengths[bucket] = lengths.get(bucket, LengthBucket()) + row
-        if cached == prompt:  # a computed row computes its last prompt token at least
-            copied += CopiedRows(-int(is_first), -generated)
-    return RowStats(lengths=lengths, copied=copied)
+def replaced_stats(unit: Unit, rows: pa.Table, steps: Sequence[str]) -> RowStats:
+    """Return the statistics that subtract the unit's rows in its part, which are replaced. Of times and of the lengths
+    of single samples the part has none. steps: names of the job's steps."""
+    names = ["error", "num_input_tokens", "num_cached_tokens", "num_generated_tokens", *steps]
+    columns = zip(row_ids_of(rows), *(result_column(rows, name).to_pylist() for name in names), strict=True)
+    index, old = {row_id: i for i, row_id in enumerate(unit.row_ids())}, dict[RowId, Completion]()
+    for row_id, error, prompt, cached, generated, *of_steps in columns:
+        done = Completion(index[row_id], [], "", "stop", prompt, cached, error=error)
+        if steps:
+            done = RowOfSteps(**vars(done), columns=dict(zip(steps, of_steps)))
+        earlier = old[row_id].num_tokens if row_id in old else 0  # of other samples, if they are rows
+        # a computed row computes its last prompt token at least
+        old[row_id] = replace(done, token_count=earlier + generated, is_copy=cached == prompt)
+    found = row_stats(unit, list(old.values()))
+    return RowStats(
+        lengths={longest: _negative(bucket) for longest, bucket in found.lengths.items()},
+        copied=_negative(found.copied),
+        images=-found.images,
+        steps={name: _negative(stats) for name, stats in found.steps.items()},
+    )
+
+
+def _negative(counts: C) -> C:
+    return type(counts)(*(-count for count in astuple(counts)))
 
 
 def _quality(row: RowQuality) -> QualityStats:

@@ -251,3 +251,32 @@ def test_a_task_without_completions_is_refused(job):
     run(job.rows(TEXTS), task=task)
     with pytest.raises(ConfigError, match="is for completions; the task of this job is choice"):
         run(job, task=task, redo=("truncated",), engine={"max_model_len": 100})
+
+
+def test_rows_with_steps_pass_all_of_them_again(job):
+    check = {"name": "check", "prompt": {"template": "{draft} ok?"}, "sampling": {"max_tokens": 5}}
+    job.settings |= {"steps": [check]}
+    conditions = {"input": {"when": "id < 16"}, "output": {"accept": "check.num_generated_tokens > 1"}}
+    run(job.rows(TEXTS[:20]), **conditions)
+    first = by_id(job)
+    again = cut(first)
+    assert 1 < len(again) < 16
+    report = redo(job, 30, **conditions)
+    rows = by_id(job)
+    assert {i for i in first if rows[i] != first[i]} == again
+    assert set(noted(job)) == again
+    for i, row in rows.items():
+        is_short = row["check"] is not None and row["check"]["num_generated_tokens"] <= 1
+        assert (row["check"] is None) == (i >= 16)
+        assert row["dropped_by"] == ("input.when" if i >= 16 else "output.accept" if is_short else None)
+    assert [step.completed.rows for step in report.steps] == [16, 16]
+    assert sum(step.completed.generated_tokens for step in report.steps) == report.tokens.generated
+
+
+def test_copies_of_equal_rows_are_counted_once(job):
+    report, _ = run(job.rows([text for text in TEXTS[:10] for _ in range(2)]))
+    assert report.rows.copied == 10
+    redo(job, 30)
+    assert len(noted(job)) % 2 == 0
+    report = redo(job, 40)
+    assert report.rows.copied == 10
