@@ -19,13 +19,21 @@ from pipeline.engine.startup.batch_limits import BLOCK_SIZES, max_default_seqs
 from pipeline.errors import ConfigError
 from pipeline.estimate.cards import STARTUP_S, Advice, OnCard, advice_for_card, cheapest, on_card, options_on
 from pipeline.estimate.fit import ServedModel
-from pipeline.estimate.lengths import OutputLengths, PromptSample, output_lengths, sample_prompts, tail
+from pipeline.estimate.lengths import (
+    OutputLengths,
+    PromptSample,
+    growth_by_steps,
+    output_lengths,
+    sample_prompts,
+    tail,
+)
 from pipeline.estimate.measured import PoolEstimate, Speed, measured_speed
 from pipeline.estimate.server_estimate import ServerEstimate, estimate_on_server
 from pipeline.job.planning.actor_specs import resolve_device
 from pipeline.job.planning.fingerprint import JOB
 from pipeline.job.planning.history import Remembered, recall
 from pipeline.job.planning.plan import JobPlan, make_plan
+from pipeline.job.planning.step_prompts import max_new_tokens
 from pipeline.job.running.run import run_job
 from pipeline.job.telemetry.run_log import PLAN, load_runs
 from pipeline.machine.host import wall_time, zone_time
@@ -39,6 +47,7 @@ from pipeline.stores.filesystem import storage_for
 from pipeline.stores.redaction import shown_url
 from pipeline.tokenization.tokenizer import Tokenizer
 
+PROBE_STEPS = "--probe 64 measures the steps"
 MAX_SIMULATED = 2048  # requests in the simulated schedule of a card
 MIN_UNITS = 8  # of each engine; with fewer, engines wait long for the last unit
 MIN_BATCHES = 4  # full batches to simulate, so that the ramp-up and the tail have little weight
@@ -128,8 +137,13 @@ def estimate_job(
             f"input.path {shown_url(config.input.path)}: none of the {prompts.rows} sampled rows has a usable prompt"
             f"{' and meets input.when' if prompts.dropped else ''}"
         )
-    lengths = output_lengths(prompts.requests, history)
+    grown = growth_by_steps(history) if config.steps else 1.0
+    growth = grown or 1.0
+    lengths = output_lengths(prompts.requests, history, growth, max_new_tokens(config.steps, repeated=True))
+    if grown is None:
+        lengths = replace(lengths, come_from=f"{lengths.come_from}; the first prompt alone ({PROBE_STEPS})")
     computed_rows = rows_left * len(prompts.requests) / prompts.rows
+    prompts = replace(prompts, growth=growth)
     prompt_tokens = prompts.tokens_each.times(computed_rows)
     shared = _shared(prompts, history)
     generated = lengths.each.times(computed_rows)
@@ -273,11 +287,14 @@ def _on_cards(
     counts: Sequence[int],
 ) -> tuple[tuple[PoolEstimate, ...], tuple[Option, ...], tuple[Advice, ...]]:
     """Estimate each card with each number of engines. Of one card, compare the forms of the model and numbers of cards
-    of an engine, and advise. shared: share of prompt tokens in prefixes of other rows."""
+    of an engine, and advise. shared: share of prompt tokens in prefixes of other rows. The steps of a
+    row count as one request."""
     if work.rows < 1:
         return (), (), ()
     pairs = [
-        RequestTokens(max(1, round(len(r.prompt_token_ids) * (1 - shared) if i == 0 else again)), output)
+        RequestTokens(
+            max(1, round(sample.growth * len(r.prompt_token_ids) * (1 - shared) if i == 0 else again)), output
+        )
         for r, output in zip(sample.requests, lengths.drawn, strict=True)
         for again in [tail(len(r.prompt_token_ids), BLOCK_SIZES["cuda"])]
         for i in range(r.params.n)

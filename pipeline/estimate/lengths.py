@@ -19,7 +19,7 @@ from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.planning.history import Remembered
 from pipeline.job.preview.prompt_preview import sampled
 from pipeline.report.estimate import Interval
-from pipeline.report.record.row_stats import Histogram, RowStats, length_bucket
+from pipeline.report.record.row_stats import Histogram, RowStats, StepStats, length_bucket
 
 MIN_ERROR = 0.03  # smallest relative error of a mean
 ASSUMED = Interval(0.1, 0.5, 1.0)  # share of max_tokens, without earlier runs
@@ -42,6 +42,7 @@ class PromptSample:
     repeated: int = 0
     reserved: int = 0
     dropped: int = 0
+    growth: float = 1.0  # of a row's prompt tokens by steps
 
     @property
     def samples_each(self) -> float:
@@ -50,13 +51,13 @@ class PromptSample:
 
     @property
     def tokens_each(self) -> Interval:
-        """Mean number of prompt tokens per row, without failed rows."""
+        """Mean number of prompt tokens per row, over all its requests, without failed rows."""
         lengths = [len(request.prompt_token_ids) for request in self.requests]
         mean = fmean(lengths) if lengths else 0.0
         if self.rows >= self.total_rows or len(self.means) < 2:
-            return Interval(mean, mean, mean)
+            return Interval(mean, mean, mean).times(self.growth)
         error = 2 * stdev(self.means) / sqrt(len(self.means)) * sqrt(1 - self.rows / self.total_rows)
-        return Interval(max(0.0, mean - error), mean, mean + error)
+        return Interval(max(0.0, mean - error), mean, mean + error).times(self.growth)
 
 
 def sample_prompts(
@@ -144,10 +145,20 @@ class OutputLengths:
     come_from: str
 
 
-def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -> OutputLengths:
+def growth_by_steps(history: Sequence[Remembered]) -> float | None:
+    """Return the prompt tokens of all requests of a row over those of its first prompt, in earlier runs of the same
+    work; None if none had steps."""
+    stats = sum((each.run.row_stats + each.run.sample_row_stats for each in history if each.same_work), RowStats())
+    first = stats.steps.get("", StepStats()).input_tokens
+    return sum(step.input_tokens for step in stats.steps.values()) / first if first else None
+
+
+def output_lengths(
+    requests: Sequence[Request], history: Sequence[Remembered], growth: float = 1.0, step_tokens: int = 0
+) -> OutputLengths:
     """Estimate generated tokens per bucket of prompt length from earlier runs of the same work, else from an
     assumption. Tasks generate none; a step that reads a task's row computes at most one row of logits, as for one
-    token."""
+    token. growth: see `growth_by_steps`. step_tokens: maximum tokens of a row's steps."""
     if requests and all(request.task is not None for request in requests):
         return OutputLengths(Interval(0, 0, 0), (1,) * len(requests), "a task that generates nothing")
     max_tokens = np.array([request.params.max_tokens for request in requests] or [0])
@@ -167,7 +178,8 @@ def output_lengths(requests: Sequence[Request], history: Sequence[Remembered]) -
     everything = sum(known.values(), Histogram())
     rng = np.random.default_rng(0)
     drawn, mean, square_error = np.zeros(len(requests), dtype=int), 0.0, 0.0
-    buckets = np.array([length_bucket(len(request.prompt_token_ids)) for request in requests])
+    max_tokens += step_tokens
+    buckets = np.array([length_bucket(round(growth * len(request.prompt_token_ids))) for request in requests])
     for bucket in np.unique(buckets).tolist():
         in_bucket = buckets == bucket
         counted = known.get(bucket, everything).values()

@@ -7,8 +7,9 @@ import pytest
 
 from pipeline.engine.request import Request
 from pipeline.engine.sampling_params import SamplingParams
-from pipeline.estimate.lengths import PromptSample, _shared, output_lengths
+from pipeline.estimate.lengths import PromptSample, _shared, growth_by_steps, output_lengths
 from pipeline.job.preview.prompt_preview import sampled
+from pipeline.report.record.row_stats import StepStats
 from tests.estimate.conftest import remembered
 
 
@@ -48,6 +49,17 @@ def test_without_runs_the_assumption_is_named():
 def test_a_row_generates_one_token_at_least():
     each = output_lengths([request(10, max_tokens=1), request(10, max_tokens=3)], []).each
     assert (each.low, each.expected, each.high) == (1, 1, 2)
+
+
+def test_with_steps_a_row_counts_as_one_request_with_the_tokens_of_all():
+    """Histograms and buckets are of whole rows, whose prompts are four times as long as the first."""
+    steps = {"": StepStats(50, 50, 500, 0, 100), "check": StepStats(50, 90, 1500, 900, 0)}
+    earlier = remembered(outputs={64: [10] * 50, 512: [300] * 50})
+    earlier = replace(earlier, run=replace(earlier.run, row_stats=replace(earlier.run.row_stats, steps=steps)))
+    assert growth_by_steps([earlier]) == 4
+    assert growth_by_steps([remembered(), replace(earlier, same_work=False)]) is None
+    found = output_lengths([request(10), request(100)], [earlier], growth=4, step_tokens=500)
+    assert [round(n / 10) for n in found.drawn] == [1, 30]
 
 
 def test_a_row_of_n_samples_generates_n_times_a_sample():

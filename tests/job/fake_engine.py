@@ -4,10 +4,11 @@ The section "fake" in the model folder's config.json configures the engine: step
 text), slow (a text) and slow_s (duration of steps with that text; with slow_until only until that number of engines
 has loaded, by the files that they leave in the folder loaded_in), max_model_len (longer prompts are refused), cached
 (tokens at the head of every prompt but the first, from cache), kinds (number of different answers, of one token
-each), fail_load (a class of `pipeline.errors`, or a built-in one), and texts that, in a running prompt, end the process
-(kill, segfault), hang it (hang) or raise (crash, out_of_memory, unusable). A `once` file path limits the fault to the
-first time; a file at `cured_by` ends it. resolved_in: a file with more resolved settings. stops_once: the first
-process, which creates this file, stops as soon as it is ready.
+each), computed (a file that gets a line for each computed request), fail_load (a class of `pipeline.errors`, or a
+built-in one), and texts that, in a running prompt, end the process (kill, segfault), hang it (hang) or raise (crash,
+out_of_memory, unusable). A `once` file path limits the fault to the first time; a file at `cured_by` ends it.
+resolved_in: a file with more resolved settings. stops_once: the first process, which creates this file, stops as soon
+as it is ready.
 """
 
 import builtins
@@ -204,6 +205,10 @@ class FakeEngine:
             if request.task is not None or num_done + 1 == len(ids):
                 del self.running[key]
                 finished.append(self._completion(key, request, ids, now))
+                if "computed" in self.fake:
+                    text = f"{request.prompt_token_ids} {request.params.seed} {request.task}"
+                    with open(self.fake["computed"], "a") as file:
+                        file.write(hashlib.sha256(text.encode()).hexdigest() + "\n")
         self.stats.num_steps += 1
         self.stats.prefill_us += prefilled - started
         self.stats.decode_us += time.monotonic_ns() // 1000 - prefilled

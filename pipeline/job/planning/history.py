@@ -79,7 +79,8 @@ def _machine(plan: JobPlan) -> str:
 def _work(plan: JobPlan) -> str:
     identity = plan.fingerprint.identity
     sampling = {name: value for name, value in identity["sampling"].items() if name != "seed"}
-    return _digest([identity["prompt"], sampling, identity["engine"], identity["server"], identity["task"]])
+    steps = [identity["steps"]] if "steps" in identity else []
+    return _digest([identity["prompt"], sampling, identity["engine"], identity["server"], identity["task"], *steps])
 
 
 def _digest(value: Any) -> str:

@@ -123,7 +123,8 @@ def resolved_steps(config: JobConfig, prompts: Sequence[StepPrompt], model: Path
         )
 
 
-def max_new_tokens(steps: Sequence[StepSection]) -> int:
-    """Return the most tokens that a row's steps generate."""
+def max_new_tokens(steps: Sequence[StepSection], repeated: bool = False) -> int:
+    """Return the most tokens that a row's steps generate. repeated: with all repetitions."""
     found = [(sampling_params(step.sampling).max_tokens, step) for step in steps if step.task.type == "generate"]
-    return sum(tokens * (1 if step.vote is None else step.vote.n) for tokens, step in found)
+    times = 1 + sum(step.repeat.at_most for step in steps if step.repeat is not None and repeated)
+    return times * sum(tokens * (1 if step.vote is None else step.vote.n) for tokens, step in found)
