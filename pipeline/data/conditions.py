@@ -15,7 +15,7 @@ false but null, `and`, `or` and `not` follow three-valued logic, and a condition
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
@@ -251,10 +251,6 @@ class Condition:
         except _Mistake as mistake:
             raise ConfigError(f"{self.key}: {mistake.shown_in(self.text)}") from None
 
-    def holds(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row meets the condition, which was checked with its schema. Structs are mappings."""
-        return self._test.holds(lambda name: _plain(_inside(row[name.path[0]], name.path[1:]))) is True
-
     def met(self, table: pa.Table) -> list[bool]:
         """Return whether each row of a table meets the condition, which was checked with its schema."""
         columns = {name.path: _column_values(table, name) for name in self._names}
@@ -468,17 +464,6 @@ def _compared(sign: str, left: Any, right: Any) -> bool | None:
     return _COMPARE[sign](left, right)
 
 
-def _plain(value: Any) -> Any:
-    """Return the value; None for a NaN, which is unknown like a null."""
-    return None if isinstance(value, float) and math.isnan(value) else value
-
-
-def _inside(value: Any, path: Sequence[str]) -> Any:
-    for name in path:
-        value = None if value is None else value[name]
-    return value
-
-
 def _column_values(table: pa.Table, name: _Name) -> list[Any]:
     """Return the values of a name as Python objects; of types that cannot be compared only True or None."""
     column = table.column(name.path[0])
@@ -487,10 +472,12 @@ def _column_values(table: pa.Table, name: _Name) -> list[Any]:
     if _kind_of(plain_type(column.type)) == "other":
         return [valid or None for valid in column.is_valid().to_pylist()]
     try:
-        return [_plain(value) for value in column.to_pylist()]
+        values = column.to_pylist()
     except UnicodeDecodeError:  # a file may hold strings that are not UTF-8
         values = column.cast(pa.binary()).to_pylist()
         return [None if value is None else value.decode(errors="replace") for value in values]
+    # a NaN is unknown, like a null
+    return [None if isinstance(value, float) and math.isnan(value) else value for value in values]
 
 
 def _shown(value: Any) -> str:
