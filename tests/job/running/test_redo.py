@@ -14,6 +14,7 @@ from pipeline.job.actor.tokenize import row_seed
 from pipeline.job.output.audit import audit
 from pipeline.report.render import text
 from pipeline.stores.local_folder import LocalFolder
+from tests.faults.store import FaultyStore
 from tests.job.conftest import TEXTS, run, runs, success
 from tests.job.fake_engine import answer, text_of
 from tests.job.planning.test_append_killed import DyingFolder, files
@@ -222,6 +223,20 @@ def test_a_redo_that_dies_at_any_write_is_finished_with_the_same_values_only(job
             num_replaced = replaced(job)
             if is_half_done:
                 assert runs(job)[-1]["rows_written"] == len(again.keys() - done), "no row is computed twice"
+
+
+def test_in_a_store(job):
+    job.rows(TEXTS)
+    with FaultyStore() as faulty:
+        bucket = faulty.bucket
+        in_store = {"storage_options": {"s3": dict(bucket.storage)}, "output": {"path": bucket.url("out")}}
+        run(job, **in_store)
+        report = redo(job, 20, **in_store)
+        counts = json.loads(bucket.get("out/_SUCCESS"))
+        assert 3 < report.runs[-1].rows_written < 25
+        assert (counts["completed_rows"], counts["num_generated_tokens"]) == (50, report.tokens.generated)
+        assert json.loads(bucket.get("out/_pipeline/redo/0001.json"))["limits"] == {"sampling.max_tokens": 20}
+        assert redo(job, 20, **in_store).was_complete
 
 
 def test_limits_that_cannot_apply_are_refused(short, job):
