@@ -2,12 +2,20 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from pipeline.kernels.memory import on_device
+
+
+class CapturedStates(NamedTuple):
+    """Sequences of a captured step, for layers with states. numbers_4P: slot, first token, number of tokens and context
+    of each (int64, on the device); those that pad the step have no tokens. max_count: the most tokens of one."""
+
+    numbers_4P: torch.Tensor
+    max_count: int
 
 
 @dataclass(frozen=True)
@@ -27,6 +35,7 @@ class AttentionInput:
     plans: dict[Hashable, Any] = field(default_factory=dict, compare=False)
     """Plans of this step: a kernel plans in the first layer that needs a plan; later layers find it by its key."""
     state_slot_S: np.ndarray | None = None  # int64: where each sequence's states are; None: no layer keeps a state
+    captured_states: CapturedStates | None = None
     windowed: "AttentionInput | None" = None
     """The same step in the blocks of the layers that keep only the last tokens; None: all layers keep all."""
 

@@ -124,10 +124,10 @@ class KVCache:
         state_inputs: torch.dtype = torch.float32,
     ) -> "KVCache":
         """Allocate a cache in the model's type or FP8. with_spare_page: add a page, to which the tokens that pad a step
-        are written. num_states: sequences that have states at once. state_inputs: the model's type."""
-        total = num_pages + with_spare_page
+        are written, and a state. num_states: sequences that have states at once. state_inputs: the model's type."""
+        total, num_slots = num_pages + with_spare_page, num_states + with_spare_page
         states = tuple(
-            None if layer.mixer is None else StateCache.allocate(num_states, layer.mixer, state_inputs, device)
+            None if layer.mixer is None else StateCache.allocate(num_slots, layer.mixer, state_inputs, device)
             for layer in config.layers
         )
         if pages.window is None:
@@ -146,6 +146,11 @@ class KVCache:
             layers.append(LayerCache(*tensors))
             num_before[windowed] += 1
         return cls(layers, pages, total, is_windowed, states, with_spare_page)
+
+    @property
+    def spare_state(self) -> int | None:
+        """Slot of the state that belongs to no sequence; None: no layer keeps a state."""
+        return next((len(state.state_LVKD) - 1 for state in self.states if state is not None), None)
 
     @property
     def block_size(self) -> int:

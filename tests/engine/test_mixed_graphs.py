@@ -33,9 +33,9 @@ from pipeline.roofline.cards import find_card
 from pipeline.roofline.cost_model import Ceilings
 from pipeline.roofline.shares import MEASURED
 from pipeline.weights.awq import AwqFormat
-from tests.engine.test_gpu_kernels import QWEN3, capture, engine_of, watch_replays
+from tests.engine.test_gpu_kernels import QWEN3, WIDE, capture, engine_of, watch_replays
 from tests.kernels.triton.problems import DEVICE, recorded_launches
-from tests.model_folders import Family, write_checkpoint
+from tests.model_folders import DELTA, Family, small_config, write_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -50,6 +50,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "one step ahead, preempted": {"kv_cache_memory_bytes": 13 * BLOCK_BYTES, "block_size": 8},
     "drafts, fp8 cache": {"speculation": DRAFTS, "kv_cache_dtype": "fp8"},
     "deterministic": {"deterministic": True},
+    "states, one step ahead": {},
+    "states, drafts": {"speculation": DRAFTS},
 }
 
 
@@ -57,6 +59,13 @@ KINDS: dict[str, dict[str, Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a checkpoint with a window on the second layer."""
     return write_checkpoint(tmp_path_factory.mktemp("mixed"), Family("qwen3", "qwen3"), QWEN3, seed=4)
+
+
+@pytest.fixture(scope="module")
+def states_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a checkpoint whose first layer keeps a state."""
+    config = small_config(64, 128, 2, 4, 2) | WIDE | DELTA
+    return write_checkpoint(tmp_path_factory.mktemp("states"), Family("qwen3-5", "qwen3_5_text"), config, seed=4)
 
 
 def captured_parts(launches: list[Launch]) -> list[Any]:
@@ -97,8 +106,9 @@ def tokens_of(engine: Engine, max_tokens: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_mixed_steps_give_the_reference_tokens(
-    kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, folder: Path, states_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    folder = states_folder if "states" in kind else folder
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     options = SIZES | KINDS[kind]
     of_reference = {name: value for name, value in options.items() if name not in ("speculation", "deterministic")}
@@ -120,12 +130,15 @@ def test_captured_mixed_steps_give_the_reference_tokens(
     runner._graphs.supports = supports_or_recorded
     assert tokens_of(engine, max_tokens) == expected
     mixed = [step for step in steps if np.diff(step.query_start_S1).max() > runner._graphs._attention.max_queries]
-    assert len(mixed) >= 3, "prompts are replayed"
+    assert len(mixed) >= 2, "prompts are replayed"
     assert {len(step.token_id_T) for step in mixed} - {16, 24, 32, 40}, "some are padded"
     assert any(len(step.context_len_S) > 1 for step in mixed), "next to decoding"
     before = [step.context_len_S.max() - np.diff(step.query_start_S1).max() for step in mixed]
     assert max(before) > 0, "after a chunk or a cached beginning"
-    assert all(size > MAX_MIXED for size in launched), "only larger steps are launched kernel by kernel"
+    if (
+        "states" not in kind
+    ):  # whose prompts are cut where others share them, so that steps compute a few tokens of them
+        assert all(size > MAX_MIXED for size in launched), "only larger steps are launched kernel by kernel"
     assert launched
     assert engine.stats.num_preemptions > 0 or "preempted" not in kind
 

@@ -24,7 +24,7 @@ import torch
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import PipelineError
-from pipeline.kernels.attention_input import AttentionInput
+from pipeline.kernels.attention_input import AttentionInput, CapturedStates
 from pipeline.kernels.cache import FP8
 from pipeline.kernels.graph_attention import FutureNumbers, GraphAttention, GraphShape
 from pipeline.model.decoder import Decoder
@@ -123,8 +123,11 @@ class StepGraphs:
         of up to `max_mixed_tokens` tokens (0: none). The last page of `kv` must belong to no sequence."""
         config, self._device, block_size = decoder.config, decoder.device, kv.block_size
         spare, kinds = np.array([kv.num_pages - 1]), (False, True) if any(kv.is_windowed) else (False,)
-        self._padding_slots = [int(kv.pages.block_ids(spare, windowed)[0]) * block_size for windowed in kinds]
-        self._num_rows = 2 + len(kinds)
+        padding_slots = [int(kv.pages.block_ids(spare, windowed)[0]) * block_size for windowed in kinds]
+        self._num_kinds, self._spare_state = len(kinds), kv.spare_state
+        of_states = [] if self._spare_state is None else [self._spare_state, 0, 0, 0]
+        self._padding = np.array([0, 0, *padding_slots, *of_states])[:, None]
+        self._num_rows = len(self._padding)
         assert decoder.kernels.graph_attention is not None
         shape = GraphShape(
             max_seqs=max_num_seqs,
@@ -137,8 +140,8 @@ class StepGraphs:
             max_queries=max_queries,
             max_tokens=max_tokens,
             max_mixed_tokens=max_mixed_tokens,
-            # Token ids, positions and slots; then targets and sources of future tokens, at most one per sequence;
-            # then the rows whose logits are computed.
+            # Token ids, positions, slots, and of each sequence what `CapturedStates` has; then targets and sources of
+            # future tokens, at most one per sequence; then the rows whose logits are computed.
             num_numbers=(self._num_rows + 1) * max(max_tokens, max_mixed_tokens) + 2 * max_num_seqs,
             with_fp8_cache=kv.layers[0].k_CBKD.dtype == FP8,
             has_window_blocks=len(kinds) > 1,
@@ -158,18 +161,22 @@ class StepGraphs:
     def _capture_size(self, size: int, block_size: int, forward: Forward, capture: Capture) -> _Graph:
         rows, hidden_PH = self._num_rows, self._hidden_PH[:size]
         numbers_NP = self._attention.numbers[: rows * size].view(rows, size)
-        padding_NP = np.repeat([0, 0, *self._padding_slots], size)
+        padding_NP = np.repeat(self._padding, size)
         dummy = AttentionInput.one_sequence(1, block_size)
         self._attention.prepare_replay(replace(dummy, windowed=dummy), padding_NP)
 
-        def captured(plans: dict[Hashable, Any]) -> Callable[[], None]:
+        def captured(plans: dict[Hashable, Any], max_count: int) -> Callable[[], None]:
             each_token = (
                 np.arange(size + 1, dtype=np.int32),
                 np.ones(size, dtype=np.int32),
                 np.zeros((size, 1), dtype=np.int32),
             )
-            of_kind = [AttentionInput(*each_token, slot_P, block_size, plans) for slot_P in numbers_NP[2:]]
+            slot_mappings = numbers_NP[2 : 2 + self._num_kinds]
+            of_kind = [AttentionInput(*each_token, slot_P, block_size, plans) for slot_P in slot_mappings]
             attn_metadata = replace(of_kind[0], windowed=of_kind[-1])
+            if self._spare_state is not None:
+                states = CapturedStates(numbers_NP[2 + self._num_kinds :], max_count)
+                attn_metadata = replace(attn_metadata, captured_states=states)
 
             def step() -> None:
                 self._attention.unpack()
@@ -178,8 +185,8 @@ class StepGraphs:
             return capture(step)
 
         kinds = self._attention.plans[: None if size > 1 else 1] if size in self._sizes else ()
-        mixed = captured(self._attention.mixed_plans(size)) if size in self._mixed_sizes else None
-        return _Graph(tuple(captured(plans) for plans in kinds), mixed)
+        mixed = captured(self._attention.mixed_plans(size), size) if size in self._mixed_sizes else None
+        return _Graph(tuple(captured(plans, self._attention.max_queries) for plans in kinds), mixed)
 
     def supports(self, step: StepInput) -> bool:
         num_tokens, num_seqs = len(step.token_id_T), len(step.context_len_S)
@@ -212,8 +219,13 @@ class StepGraphs:
         future_at = self._num_rows * size
         staged = np.empty(future_at + len(index_F2) + len(row_R), dtype=np.int64)
         padded_NP = staged[:future_at].reshape(self._num_rows, size)
-        padded_NP[:, num_tokens:] = np.array([0, 0, *self._padding_slots])[:, None]
-        padded_NP[:, :num_tokens] = step.token_id_T, step.position_T, *step.slot_mappings
+        padded_NP[:] = self._padding
+        of_tokens = step.token_id_T, step.position_T, *step.slot_mappings
+        padded_NP[: len(of_tokens), :num_tokens] = of_tokens
+        if step.state_slot_S is not None and self._spare_state is not None:
+            starts_S1, contexts_S = step.query_start_S1, step.context_len_S
+            of_sequences = step.state_slot_S, starts_S1[:-1], np.diff(starts_S1), contexts_S
+            padded_NP[len(of_tokens) :, : len(contexts_S)] = of_sequences
         rows_at = future_at + len(index_F2)
         staged[future_at:rows_at] = index_F2
         staged[rows_at:] = row_R

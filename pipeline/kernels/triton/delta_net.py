@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pipeline.kernels.attention_input import AttentionInput
+from pipeline.kernels.attention_input import AttentionInput, CapturedStates
 from pipeline.kernels.delta_net import UNIT_EPS, DeltaWeights, StateCache
 from pipeline.kernels.delta_shape import MAX_LAG, NUM_INPUTS
 from pipeline.kernels.memory import on_device
@@ -21,7 +21,7 @@ from pipeline.kernels.triton.launch import Launch, power_of_two
 
 _UNIT_EPS = tl.constexpr(UNIT_EPS)
 _CHANNELS = 1024  # channels per program that keeps inputs
-_STEP = "numbers of a step with states"
+_STATES = "numbers of the sequences"
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def _convolved(
     return total / (1.0 + tl.exp(-total))
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["numbers_stride"])
 def _delta_net(
     qkvz_ptr,
     ba_ptr,
@@ -52,11 +52,11 @@ def _delta_net(
     state_ptr,
     inputs_ptr,
     applied_ptr,
-    step_ptr,
+    numbers_ptr,
     out_ptr,
     qkvz_stride,
     ba_stride,
-    num_sequences,
+    numbers_stride,
     eps,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -72,10 +72,8 @@ def _delta_net(
     C: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
     NUM_KEPT: tl.constexpr = C + 2 * HEADS
     s, h = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(step_ptr + s).to(tl.int64)
-    first = tl.load(step_ptr + num_sequences + s).to(tl.int64)
-    count = tl.load(step_ptr + num_sequences + s + 1) - first
-    end = tl.load(step_ptr + 2 * num_sequences + 1 + s)
+    slot, first = tl.load(numbers_ptr + s), tl.load(numbers_ptr + numbers_stride + s)
+    count, end = tl.load(numbers_ptr + 2 * numbers_stride + s), tl.load(numbers_ptr + 3 * numbers_stride + s)
     start = end - count
     key, value = tl.arange(0, KEYS), tl.arange(0, VALUES)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
@@ -121,15 +119,15 @@ def _delta_net(
         tl.store(applied_at, start.to(tl.int32))
 
 
-@triton.jit(do_not_specialize=["num_sequences"])
+@triton.jit(do_not_specialize=["numbers_stride"])
 def _keep_inputs(
     qkvz_ptr,
     ba_ptr,
     inputs_ptr,
-    step_ptr,
+    numbers_ptr,
     qkvz_stride,
     ba_stride,
-    num_sequences,
+    numbers_stride,
     C: tl.constexpr,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -137,10 +135,10 @@ def _keep_inputs(
 ):
     """Keep the inputs of one of a sequence's last tokens."""
     s, behind = tl.program_id(0), tl.program_id(1) + 1
-    slot = tl.load(step_ptr + s).to(tl.int64)
-    first, stop = tl.load(step_ptr + num_sequences + s), tl.load(step_ptr + num_sequences + s + 1).to(tl.int64)
-    if behind <= stop - first:
-        position = tl.load(step_ptr + 2 * num_sequences + 1 + s) - behind
+    slot, first = tl.load(numbers_ptr + s), tl.load(numbers_ptr + numbers_stride + s)
+    count = tl.load(numbers_ptr + 2 * numbers_stride + s)
+    if behind <= count:
+        stop, position = first + count, tl.load(numbers_ptr + 3 * numbers_stride + s) - behind
         channel = tl.program_id(2) * CHANNELS + tl.arange(0, CHANNELS)
         x = tl.load(qkvz_ptr + (stop - behind) * qkvz_stride + channel, mask=channel < C, other=0.0)
         number = channel - C
@@ -159,18 +157,23 @@ def delta_net(
     attn_metadata: AttentionInput,
 ) -> torch.Tensor:
     """Implement `Kernels.delta_net`."""
-    step = attn_metadata.plans.get(_STEP)
-    if step is None:
-        assert attn_metadata.state_slot_S is not None
-        starts_S1 = attn_metadata.query_start_S1
-        numbers = np.concatenate([attn_metadata.state_slot_S, starts_S1, attn_metadata.context_len_S])
-        numbers = on_device(numbers.astype(np.int32), qkvz_TX.device)
-        step = attn_metadata.plans[_STEP] = numbers, int(np.diff(starts_S1).max())
-    numbers, max_count = step
+    states = attn_metadata.captured_states or attn_metadata.plans.get(_STATES)
+    if states is None:
+        states = attn_metadata.plans[_STATES] = _states_of(attn_metadata, qkvz_TX.device)
     out_TX = qkvz_TX.new_empty(len(qkvz_TX), weights.shape.num_outputs)
-    for launch in delta_net_launches(qkvz_TX, ba_TX, weights, eps, cache, numbers, max_count, out_TX):
-        launch.run()
+    if len(qkvz_TX):
+        for launch in delta_net_launches(qkvz_TX, ba_TX, weights, eps, cache, states, out_TX):
+            launch.run()
     return out_TX
+
+
+def _states_of(attn_metadata: AttentionInput, device: torch.device) -> CapturedStates:
+    """Return the numbers of a step that is not captured."""
+    start_S1, slot_S = attn_metadata.query_start_S1, attn_metadata.state_slot_S
+    assert slot_S is not None
+    count_S = np.diff(start_S1)
+    numbers_4S = np.stack([slot_S, start_S1[:-1], count_S, attn_metadata.context_len_S]).astype(np.int64)
+    return CapturedStates(on_device(numbers_4S, device), int(count_S.max()))
 
 
 def delta_net_launches(
@@ -179,19 +182,18 @@ def delta_net_launches(
     weights: DeltaWeights,
     eps: float,
     cache: StateCache,
-    numbers: torch.Tensor,
-    max_count: int,
+    states: CapturedStates,
     out_TX: torch.Tensor,
 ) -> list[Launch]:
-    """Return the launches. numbers: slot, first token (and the end of the last) and context of each sequence, int32.
-    max_count: the most tokens of a sequence."""
-    shape, num_sequences = weights.shape, len(numbers) // 3
+    """Return the launches."""
+    shape, (numbers_4S, max_count) = weights.shape, states
+    num_sequences = numbers_4S.shape[1]
     assert qkvz_TX.stride(1) == ba_TX.stride(1) == 1
-    strides = qkvz_TX.stride(0), ba_TX.stride(0), num_sequences
+    strides = qkvz_TX.stride(0), ba_TX.stride(0), numbers_4S.stride(0)
     recur = Launch(
         _delta_net,
         (num_sequences, shape.num_value_heads),
-        (qkvz_TX, ba_TX, *weights[1:], *cache.tensors, numbers, out_TX, *strides, eps),
+        (qkvz_TX, ba_TX, *weights[1:], *cache.tensors, numbers_4S, out_TX, *strides, eps),
         {
             "KEY_HEADS": shape.num_key_heads,
             "HEADS": shape.num_value_heads,
@@ -208,7 +210,7 @@ def delta_net_launches(
     keep = Launch(
         _keep_inputs,
         (num_sequences, min(max_count, NUM_INPUTS), triton.cdiv(num_kept, _CHANNELS)),
-        (qkvz_TX, ba_TX, cache.inputs_LPC, numbers, *strides),
+        (qkvz_TX, ba_TX, cache.inputs_LPC, numbers_4S, *strides),
         {"C": shape.num_channels, "HEADS": shape.num_value_heads, "CHANNELS": _CHANNELS, "KEPT": NUM_INPUTS},
     )
     return [recur, keep]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pipeline.kernels.attention_input import CapturedStates
 from pipeline.kernels.cache import FP8, LayerCache
 from pipeline.kernels.delta_net import DeltaWeights, StateCache
 from pipeline.kernels.delta_shape import DeltaNet
@@ -120,8 +121,8 @@ def delta_net_launches_of(shape: DeltaNet, dtype: torch.dtype, num_tokens: int =
     cache = StateCache.allocate(num_tokens, shape, dtype, _META)
     widths = shape.num_channels + shape.num_outputs, 2 * heads, shape.num_outputs
     qkvz_TX, ba_TX, out_TX = (torch.empty(num_tokens, width, dtype=dtype, device=_META) for width in widths)
-    numbers = torch.empty(3 * num_tokens + 1, dtype=torch.int32, device=_META)
-    recur, keep = delta_net_launches(qkvz_TX, ba_TX, delta, 1e-6, cache, numbers, 1, out_TX)
+    states = CapturedStates(torch.empty(4, num_tokens, dtype=torch.int64, device=_META), 1)
+    recur, keep = delta_net_launches(qkvz_TX, ba_TX, delta, 1e-6, cache, states, out_TX)
     return {"delta_net": recur, "delta_net, inputs": keep}
 
 
