@@ -303,7 +303,8 @@ def _make_stretch(table: pa.Table, rendered: Rendered, spec: UnitSpec) -> _Rende
     texts = [None] * table.num_rows if spec.texts is None else spec.texts.read(inputs, errors, messages)
     adapters = _adapters(inputs, spec.adapters, errors, messages)
     budgets = _budgets(params, errors, spec.default_max_tokens, spec.default_n)
-    budgets += np.array([0 if error else spec.step_tokens for error in errors], dtype=np.int64)
+    if spec.step_tokens:
+        budgets += np.array([0 if error else spec.step_tokens for error in errors], dtype=np.int64)
     budgets += np.array([estimate_tokens(len(text.encode())) if text else 0 for text in texts], dtype=np.int64)
     of_images = [sum(max(spec.image_tokens, len(image) // IMAGE_BYTES_PER_TOKEN) for image in images)
                  for images in rendered.images]  # fmt: skip
