@@ -8,7 +8,9 @@ from collections.abc import Iterable
 
 from pipeline.engine.schedule.block_pool import BlockPool
 
-MAX_STEPS = 64  # a follow-up arrives within a few steps; a row may also end without one
+# A follow-up arrives within a few steps. Later the least recently used blocks are reused first, as always: a row may
+# also end without one, and its blocks must not keep others waiting.
+MAX_STEPS = 16
 
 
 class HeldPrompts:
