@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.checkpoints.locate import folder_here
-from pipeline.data.output.result_columns import WHEN
+from pipeline.data.units import window_units
 from pipeline.endpoint.spec import EndpointConfig
 from pipeline.errors import ModelError
 from pipeline.estimate.image_sample import image_tokens_of_a_row
@@ -24,6 +24,7 @@ from pipeline.estimate.measured import MAX_RUNS, MIN_SPREAD, MIN_TOKEN_SHARE, Po
 from pipeline.formatting import counted
 from pipeline.job.planning.history import Remembered
 from pipeline.job.planning.plan import JobPlan
+from pipeline.job.preview.prompt_preview import sampled
 from pipeline.machine.host import wall_time, zone_time
 from pipeline.report.estimate import Estimate, Interval
 from pipeline.report.record.row_stats import Histogram, RowStats
@@ -54,17 +55,26 @@ def estimate_on_server(
     """Estimate a job without contact to its server. history: newest first. runs_before: see `Estimate`. counts: numbers
     of engines to compare. sample: number of prompts to tokenize without an earlier run."""
     config, runs = plan.job.config, representative_runs(history)
-    written = sum(run.rows_written for run in runs)
-    rows_left -= rows_left * sum(run.dropped_rows.get(WHEN, 0) for run in runs) // max(1, written)
     if not runs or not rows_left:
         prompts = _sampled_prompts(plan, rows_left, sample) if rows_left else None
         return ServerEstimate(config.name, plan.num_rows, rows_left, prompts)
-    made = {actors: _estimate(plan, runs, rows_left, runs_before, actors) for actors in (config.run.pool[1], *counts)}
+    rows = _computed_rows(plan, rows_left, sample)
+    made = {actors: _estimate(plan, runs, rows, runs_before, actors) for actors in (config.run.pool[1], *counts)}
     own = made[config.run.pool[1]]
     prompts = own.prompt_tokens + Interval(*[own.cached_tokens] * 3)
     here = tuple(PoolEstimate("server", n, made[n].wall_us, made[n].machine_us, made[n].usd) for n in counts)
-    doubts = tuple(_doubts(runs, _short_of(plan, runs, rows_left / own.actors)))
+    doubts = tuple(_doubts(runs, _short_of(plan, runs, rows / own.actors)))
     return ServerEstimate(config.name, plan.num_rows, rows_left, prompts, own, here, doubts)
+
+
+def _computed_rows(plan: JobPlan, rows_left: int, sample: int) -> int:
+    """Return the number of rows that meet `input.when`, by a sample of the input."""
+    if plan.job.config.input.when is None:
+        return rows_left
+    windows = sampled(plan.num_rows, sample)
+    units = [unit for window in windows for unit in window_units(plan.source, window, plan.job.prompt_units)]
+    rows = sum(unit.num_rows for unit in units)
+    return rows_left * (rows - sum(len(unit.dropped()) for unit in units)) // rows
 
 
 def representative_runs(history: Sequence[Remembered]) -> list[RunRecord]:

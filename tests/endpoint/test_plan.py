@@ -104,6 +104,17 @@ def test_a_probe_estimates_tokens_time_and_cost_and_the_run_reuses_its_rows(
     assert lines["usd"]["actual"] == pytest.approx(tokens_usd + lines["machine_us"]["actual"] / 1e9)
 
 
+def test_rows_that_do_not_meet_the_condition_are_no_requests(tmp_path: Path, planned: Callable[..., Any]):
+    with FakeServer() as server:
+        path = job_file(tmp_path, server.url, 40)
+        whole = planned(path, "--probe", "16")
+        some = planned(
+            path, "--set", f"output.path={tmp_path}/other", "--set", "input.when=text >= 'row30' and text < 'row3:'"
+        )
+    assert (whole["estimate"]["rows"], some["rows_left"], some["estimate"]["rows"]) == (40, 40, 10)
+    assert some["prompts"]["expected"] == pytest.approx(whole["prompts"]["expected"] / 4)
+
+
 def test_limits_of_a_minute_bound_the_time(tmp_path: Path, planned: Callable[..., Any]):
     with FakeServer() as server:
         path = job_file(tmp_path, server.url, 100)
