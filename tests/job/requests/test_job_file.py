@@ -40,7 +40,7 @@ def test_a_job_file_that_sets_values_of_lines_is_refused(batch):
         ({"sampling": {"max_tokens": prompt}}, r"sampling\.max_tokens: the lines of .* set their own values"),
         # all mistakes at once
         ({"prompt": prompt, "input": {"columns": []}}, r"(?s)input\.columns: must include custom_id.*prompt\.column: "),
-        ({"input": {"format": "openai-batch"}}, r"input\.format: expected one of rows, openai; got"),
+        ({"input": {"format": "openai-batch"}}, r"input\.format: expected one of rows, openai, pdf; got"),
     ]:
         with pytest.raises(ConfigError, match=message):
             batch.config(**sections)

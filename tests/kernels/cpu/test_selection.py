@@ -76,10 +76,10 @@ def test_padding_costs_little_and_leaves_few_numbers_of_tokens() -> None:
 
 
 def test_selection_reports_the_kernels_of_each_operation() -> None:
-    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "rms_norm", "gate_mul", "greedy", "sample"}
+    names = {"linear", "add_rms_norm", "norm_rope_write", "attention", "delta_net", "rms_norm", "gate_mul", "greedy"}
     backends = {kind: select_kernels(CPU, torch.float32, kind).backends for kind in ("auto", "triton")}
     backends["deterministic"] = select_kernels(CPU, torch.float32, "triton", deterministic=True).backends
-    names |= {"route", "experts"}
+    names |= {"sample", "route", "experts"}
     expected = dict.fromkeys(("auto", "triton", "deterministic"), names)
     assert {kind: set(found) for kind, found in backends.items()} == expected
     compiled = names - {"linear", "greedy", "sample", "route", "experts"}
