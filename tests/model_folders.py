@@ -163,6 +163,10 @@ def write_checkpoint(folder: Path, family: Family, config: dict[str, Any], seed:
                 parameter.uniform_(0.5, 1.5)
             elif name.endswith("bias") or name.endswith("sinks"):
                 parameter.normal_(0.0, 0.2)
+            elif name.endswith(
+                "A_log"
+            ):  # states remember two to some hundred tokens; as initialized, most forget at once
+                parameter.uniform_(-5.0, 0.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)

@@ -64,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def states_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a checkpoint whose first layer keeps a state."""
-    config = small_config(64, 128, 2, 4, 2) | WIDE | DELTA
+    config = small_config(64, 128, 2, 4, 2) | DELTA | WIDE
     return write_checkpoint(tmp_path_factory.mktemp("states"), Family("qwen3-5", "qwen3_5_text"), config, seed=4)
 
 
@@ -112,7 +112,7 @@ def test_captured_mixed_steps_give_the_reference_tokens(
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     options = SIZES | KINDS[kind]
     of_reference = {name: value for name, value in options.items() if name not in ("speculation", "deterministic")}
-    max_tokens = 12 if "preempted" in kind else 4  # long rows grow out of the blocks
+    max_tokens = 4 if kind in ("drafts, fp8 cache", "deterministic") else 12  # long rows grow out of the blocks
     expected = tokens_of(engine_of(folder, "reference", **of_reference), max_tokens)
     engine = engine_of(folder, "triton", **options)
     is_ahead = "one step ahead" in kind
