@@ -236,12 +236,16 @@ class Scheduler:
         The step that counts overwrites what this one wrote into blocks that a sequence keeps. Sequences of the plan
         that have ended since are skipped.
         """
-        runs_S = np.isin(plan.slot_S, self.running)
-        self.release_uncomputed(plan.slot_S[runs_S])
-        if self.table.has_states:  # those that may have advanced cannot be taken back
-            for slot in plan.slot_S[runs_S & (plan.count_S > MAX_LAG) & (plan.start_S > 0)].tolist():
-                self._put_back(slot)
+        self.release_uncomputed(plan.slot_S[np.isin(plan.slot_S, self.running)])
+        self.begin_again(plan)
         self.step_tokens = max(plan.num_tokens // 2, 1)
+
+    def begin_again(self, plan: StepPlan) -> None:
+        """Put back the sequences whose states a plan that does not count may have advanced, which cannot be undone."""
+        if self.table.has_states:
+            has_advanced_S = (plan.count_S > MAX_LAG) & (plan.start_S > 0) & np.isin(plan.slot_S, self.running)
+            for slot in plan.slot_S[has_advanced_S].tolist():
+                self._put_back(slot)
 
     def append(self, slot_S: np.ndarray, token_N: np.ndarray, count_S: np.ndarray | None = None) -> None:
         """Append known tokens to each sequence: count_S[s] of them, or one. All but the last are already computed:

@@ -30,9 +30,12 @@ class MemoryRecovery:
         begun_ns = perf_counter_ns()
         try:
             self._loop.step()
-        except (MemoryError, RuntimeError) as error:
+        except BaseException as error:
             plan = self._loop.computing
-            if plan is None or not is_out_of_memory(error):
+            if plan is None:
+                raise
+            if not isinstance(error, MemoryError | RuntimeError) or not is_out_of_memory(error):
+                self._scheduler.begin_again(plan)
                 raise
         else:
             if self._suspects:

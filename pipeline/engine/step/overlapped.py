@@ -61,7 +61,11 @@ class OverlappedLoop(StepLoop):
             self._placeholders.withdraw()
         self.computing = None
         selected = None if self.spec_decoder is None else self.spec_decoder.pop_step()
-        self.sync()
+        try:
+            self.sync()
+        except BaseException:
+            self.scheduler.begin_again(plan)  # it has been launched, and does not count
+            raise
         slot_S, plan = plan.sampling_slot_S, self._placeholders.rebase(plan, self.scheduler.running)
         tokens = self.scheduler.commit(plan)
         in_flight = StepInFlight.from_pending(slot_S, pending, self.scheduler.running)

@@ -1,12 +1,14 @@
 """Steps that run out of memory are undone, made smaller and repeated: same tokens, and at most one row fails."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from pipeline.engine.completion import Completion
 from pipeline.engine.engine import Engine
 from pipeline.engine.forward.in_flight import FutureTokens
 from pipeline.engine.request import Request
@@ -65,6 +67,46 @@ def test_04_tokens_survive_steps_that_run_out_of_memory(seed: int, layers: str, 
     assert len(failed) > 3
     assert engine.stats.num_out_of_memory == len(failed)
     assert engine.stats.generated_tokens == sum(len(c.token_ids) for c in done.values())
+
+
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+@pytest.mark.parametrize("layers", ["alike", "states"])
+@pytest.mark.parametrize("seed", range(4))
+def test_an_interrupted_step_leaves_the_rows_as_they_were(seed: int, layers: str, is_asynchronous: bool) -> None:
+    """It is interrupted after it was computed, in the model or while its tokens are awaited."""
+    rng = np.random.default_rng(seed)
+    engine = tight_engine(rng, layers=layers, is_asynchronous=is_asynchronous)
+    execute, sync = engine.runner.execute, engine.loop.sync
+    num_interrupted = 0
+
+    def interrupt() -> None:
+        nonlocal num_interrupted
+        if rng.random() < 0.15:
+            num_interrupted += 1
+            raise KeyboardInterrupt
+
+    def execute_and_interrupt(step: StepInput, future: FutureTokens | None = None) -> torch.Tensor:
+        logits_RV = execute(step, future)
+        interrupt()
+        return logits_RV
+
+    def interrupt_and_sync() -> None:
+        interrupt()
+        sync()
+
+    engine.runner.execute = execute_and_interrupt  # type: ignore[method-assign]
+    engine.loop.sync = interrupt_and_sync  # type: ignore[method-assign]
+    step = engine.step
+
+    def step_again() -> list[Completion]:
+        while True:
+            with suppress(KeyboardInterrupt):
+                return step()
+
+    engine.step = step_again  # type: ignore[method-assign]
+    requests = random_requests(rng, 20, 64)
+    check_tokens(run(engine, requests, check=False), requests)
+    assert num_interrupted > 5
 
 
 @pytest.mark.parametrize("is_asynchronous", [False, True])
