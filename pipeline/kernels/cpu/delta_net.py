@@ -44,20 +44,20 @@ def delta_net_kernel(
         applied = num_applied_LV[slot, h] if start > 0 else 0
         if applied == 0:
             state[:] = np.float32(0.0)
-        if applied < start:
-            num = start - applied
-            _read(qk, v, rates, qkvz_TX, ba_TX, inputs_PC, weights, applied, num, at)
-            _recur(state, qk, v, rates, out, num, True)
-        num_applied_LV[slot, h] = start
+        lagging = start - applied
+        if count > 1 and lagging > 0:
+            _read(qk, v, rates, qkvz_TX, ba_TX, inputs_PC, weights, applied, lagging, at)
+            _recur(state, qk, v, rates, out, lagging, lagging)
+            lagging = 0
         if 1 < count <= max_lag:
             temporary[:] = state
             state = temporary
         for done in range(0, count, _TOKENS):
             num = min(_TOKENS, count - done)
-            _read(qk, v, rates, qkvz_TX, ba_TX, inputs_PC, weights, start + done, num, at)
-            _recur(state, qk, v, rates, out, num, count > 1)
+            _read(qk, v, rates, qkvz_TX, ba_TX, inputs_PC, weights, start + done - lagging, lagging + num, at)
+            _recur(state, qk, v, rates, out, lagging + num, num if count > 1 else lagging)
             for n in range(num):
-                t, out_D, total = first + done + n, out[n], np.float32(0.0)
+                t, out_D, total = first + done + n, out[lagging + n], np.float32(0.0)
                 for i in range(value_dim):
                     total += out_D[i] * out_D[i]
                 scale = np.float32(1.0) / np.sqrt(total / np.float32(value_dim) + eps)
@@ -67,8 +67,7 @@ def delta_net_kernel(
                     gate = wide(z[i])
                     gate = gate / (np.float32(1.0) + exp(-gate))
                     target[i] = as_in(target, wide(as_in(target, out_D[i] * scale)) * norm_D[i] * gate)
-        if count > max_lag:
-            num_applied_LV[slot, h] = start + count
+        num_applied_LV[slot, h] = start + count if count > max_lag else start
 
 
 @njit(inline="always")
@@ -119,9 +118,9 @@ def _convolve(target, channel, position, qkvz_TX, inputs_PC, conv_WC, start, fir
 
 
 @njit(inline="always")
-def _recur(state, qk, v, rates, out, num, advances):
-    """Write the outputs of `num` tokens of a head, and advance its state (Dk, Dv), or, if not `advances`, leave it as
-    it is; then there is one token."""
+def _recur(state, qk, v, rates, out, num, num_applied):
+    """Write the outputs of `num` tokens of a head, and advance its state (Dk, Dv) by the first `num_applied` of them:
+    all, or all but the last one. Then the output of the last one before it is not written: it has passed already."""
     key_dim, value_dim = state.shape
     seen, delta, following = (np.empty(_COLUMNS, np.float32), np.empty(_COLUMNS, np.float32),
                               np.empty(_COLUMNS, np.float32))  # fmt: skip
@@ -135,17 +134,10 @@ def _recur(state, qk, v, rates, out, num, advances):
             for i in range(columns):
                 seen[i] += row[i] * k[j]
                 target[i] += row[i] * q[j]
-        if not advances:
-            product = np.float32(0.0)
-            for j in range(key_dim):
-                product += k[j] * q[j]
-            for i in range(columns):
-                change = (v[0, first + i] - rates[0, 0] * seen[i]) * rates[0, 1]
-                target[i] = rates[0, 0] * target[i] + product * change
-            continue
-        for n in range(num):
-            target, decay, rate = out[n, first : first + columns], rates[n, 0], rates[n, 1]
-            q, k, next_k = qk[n, 0], qk[n, 1], qk[min(n + 1, num - 1), 1]
+        for n in range(num_applied):
+            read = num - 1 if n == num_applied - 1 else n  # the token whose query this pass multiplies
+            target, decay, rate = out[read, first : first + columns], rates[n, 0], rates[n, 1]
+            q, k, next_k = qk[read, 0], qk[n, 1], qk[min(n + 1, num - 1), 1]
             for i in range(columns):
                 delta[i] = (v[n, first + i] - decay * seen[i]) * rate
                 target[i] = following[i] = np.float32(0.0)
@@ -156,6 +148,14 @@ def _recur(state, qk, v, rates, out, num, advances):
                     target[i] += row[i] * q[j]
                     following[i] += row[i] * next_k[j]
             seen, following = following, seen
+        if num_applied < num:
+            last, product = num - 1, np.float32(0.0)
+            k, q, target = qk[last, 1], qk[last, 0], out[last, first : first + columns]
+            for j in range(key_dim):
+                product += k[j] * q[j]
+            for i in range(columns):
+                change = (v[last, first + i] - rates[last, 0] * seen[i]) * rates[last, 1]
+                target[i] = rates[last, 0] * target[i] + product * change
 
 
 def delta_net(
