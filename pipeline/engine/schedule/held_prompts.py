@@ -18,9 +18,8 @@ class HeldPrompts:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self.prompts: dict[
-            int, tuple[int, list[int]]
-        ] = {}  # by its last block: the last step, and the blocks; in order
+        self.prompts: dict[int, tuple[int, list[int]]] = {}
+        """By its last block: the step until which it is held, and its blocks. The oldest first."""
 
     def hold(self, blocks: list[int], step: int) -> None:
         """Take over the caller's references to the blocks of a sequence that ended in this step."""
