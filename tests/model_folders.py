@@ -45,7 +45,7 @@ GEMMA4_MOE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "m
 GLM_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
            "routed_scaling_factor": 1.5, "n_shared_experts": 2}  # fmt: skip
 
-DELTA = {"initializer_range": 0.1, "head_dim": 16, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
+DELTA = {"initializer_range": 0.1, "head_dim": 16, "linear_key_head_dim": 12, "linear_value_head_dim": 24,
          "linear_num_key_heads": 2, "linear_num_value_heads": 4,
          "layer_types": ["linear_attention", "full_attention"]}  # fmt: skip
 

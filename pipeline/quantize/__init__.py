@@ -46,8 +46,9 @@ def quantize(
 
         quantization = quantize_by_autoawq(source, output.partial, recipe.group_size, texts, log)
     else:
-        LayerWriter(source, config, recipe, output, log).run(texts, device)
-        quantization = recipe.quantization_config()
+        writer = LayerWriter(source, config, recipe, output, log)
+        writer.run(texts, device)
+        quantization = recipe.quantization_config(writer.linear_names)
     if not config.tie_embeddings:
         values = values | {"tie_word_embeddings": False}  # other engines read only this key
     output.finish(source, values | {"quantization_config": quantization})

@@ -37,7 +37,7 @@ def quantize_by_autoawq(
     try:
         model = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", safetensors=True)
     except TypeError as error:  # "... isn't supported yet."
-        raise ModelError(f"{source}: autoawq does not support this model: {error}") from None
+        raise ModelError(f"{source}: autoawq does not support this model ({error}); use --method gptq") from None
     wanted = {"zero_point": True, "q_group_size": group_size, "w_bit": 4, "version": "GEMM"}
     model.quantize(
         AutoTokenizer.from_pretrained(source),

@@ -8,6 +8,7 @@ Shape suffixes: N outputs, K inputs, T tokens of a text, H hidden, D head size.
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -38,13 +39,9 @@ class Calibration:
         texts: Sequence[Sequence[int]],
         device: torch.device,
     ) -> None:
-        self._config, self._device = config, device
+        self._config, self._device = config.for_length(config.max_position), device
         self._kernels = select_kernels(device, torch.float32)
-        longest = max(map(len, texts))
-        self._longest = longest
-        one = replace(config, layers=config.layers[:1])
-        pages = single_kv_pages(one, BLOCK_SIZE, torch.float32)
-        self._kv = KVCache.allocate(one, -(-longest // BLOCK_SIZE), pages, torch.float32, device)
+        self._longest = max(map(len, texts))
         self._hidden_TH = [F.embedding(torch.tensor(ids), embedding_VH).float() for ids in texts]
         if position_PH is not None:
             self._hidden_TH = [hidden_TH + position_PH[: len(hidden_TH)].float() for hidden_TH in self._hidden_TH]
@@ -71,13 +68,16 @@ class Calibration:
     @torch.inference_mode()
     def _outputs(self, layer: DecoderLayer) -> Iterator[torch.Tensor]:
         config = layer.config
+        pages = single_kv_pages(config, BLOCK_SIZE, torch.float32)
+        kv = KVCache.allocate(config, -(-self._longest // BLOCK_SIZE), pages, torch.float32, self._device)
         tables = RotationTables(config.ropes, config.head_dim, self._longest, self._device)
         for hidden_TH in self._hidden_TH:
             length = len(hidden_TH)
             attn_metadata = AttentionInput.one_sequence(length, BLOCK_SIZE, self._device)
+            attn_metadata = replace(attn_metadata, state_slot_S=np.zeros(1, dtype=np.int64))
             x_TH = hidden_TH.to(self._device, copy=True)  # a layer may write into its inputs
             rotations = tables.at(torch.arange(length, device=self._device))
-            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), rotations, attn_metadata, self._kv)
+            x_TH, residual_TH = layer.forward(x_TH, torch.zeros_like(x_TH), rotations, attn_metadata, kv)
             yield (x_TH + residual_TH).cpu()
 
 

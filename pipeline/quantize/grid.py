@@ -33,9 +33,9 @@ class IntLinear:
         centered_NK = self.q_NK.float() - 2 ** (self.bits - 1)
         return centered_NK * self.scales_NG.float()[:, self.group_K.long()]
 
-    def rows(self, start: int, stop: int) -> "IntLinear":
-        """Return these outputs only."""
-        return IntLinear(self.q_NK[start:stop], self.scales_NG[start:stop], self.group_K, self.bits)
+    def rows(self, row_N: torch.Tensor) -> "IntLinear":
+        """Return these outputs, in this order."""
+        return IntLinear(self.q_NK[row_N], self.scales_NG[row_N], self.group_K, self.bits)
 
 
 def group_scales(weight_Ng: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
@@ -70,9 +70,9 @@ class FloatLinear:
     value_NK: torch.Tensor
     scales_N1: torch.Tensor
 
-    def rows(self, start: int, stop: int) -> "FloatLinear":
-        """Return these outputs only."""
-        return FloatLinear(self.value_NK[start:stop], self.scales_N1[start:stop])
+    def rows(self, row_N: torch.Tensor) -> "FloatLinear":
+        """Return these outputs, in this order."""
+        return FloatLinear(self.value_NK[row_N], self.scales_N1[row_N])
 
 
 def to_float8(weight_NK: torch.Tensor, dtype: torch.dtype) -> FloatLinear:

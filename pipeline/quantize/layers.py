@@ -4,8 +4,10 @@ Written layers are kept: a later run reads their weights back and continues afte
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +18,8 @@ from safetensors.torch import load_file
 from pipeline.formatting import Remaining
 from pipeline.kernels.select import keep_cpu_kernels_in
 from pipeline.machine.caches import cpu_kernel_folder
-from pipeline.model.config import ModelConfig
-from pipeline.model.load import DERIVED, LayerWeights, WeightReader
+from pipeline.model.config import ModelConfig, StoredParts
+from pipeline.model.load import DERIVED, DRAFT_HEADS, ENCODERS, LayerWeights, WeightReader, output_rows
 from pipeline.quantize import layouts
 from pipeline.quantize.calibration import Calibration
 from pipeline.quantize.checkpoint_writer import CheckpointWriter
@@ -27,6 +29,9 @@ from pipeline.quantize.recipe import WITHOUT_GROUPS, Recipe
 from pipeline.weights.gptq import GptqFormat
 from pipeline.weights.packed import DenseWeight
 from pipeline.weights.tensor_reader import StoredLinear
+
+KEPT = ("ba",)
+"""Linears of a layer that stay as they are, by their fields of `LayerWeights`: publishers leave these in 16 bits."""
 
 
 class LayerWriter:
@@ -39,6 +44,28 @@ class LayerWriter:
         self._recipe, self._output, self._log = recipe, output, log
         num_files = config.num_layers + 1
         self._files = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
+
+    @cached_property
+    def linear_names(self) -> layouts.LinearNames:
+        """Names of the linears, for the quantization_config."""
+        config, layer = self._config, self._config.names.layer
+        named = [
+            (field, tuple(name.removeprefix(layer.format(index)) for name, _, _ in parts))
+            for index in range(config.num_layers)
+            for field, parts in config.linears(index).items()
+        ]
+        kept = [name for field, names in named if field in KEPT for name in names]
+        for part in (*DRAFT_HEADS, *ENCODERS):
+            if any(name.startswith(part) for name in self._reader.checkpoint.home):
+                kept.append(part.removeprefix("model."))
+        return layouts.LinearNames(
+            quantized=[[*names] for names in dict.fromkeys(names for field, names in named if field not in KEPT)],
+            kept=[f".*{re.escape(name)}" for name in dict.fromkeys(kept)],
+        )
+
+    def _linears(self, index: int) -> dict[str, StoredParts]:
+        """Return the linears of a layer to quantize."""
+        return {field: parts for field, parts in self._config.linears(index).items() if field not in KEPT}
 
     def run(self, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         done = sum(self._output.has(name) for name in self._files[:-1])
@@ -66,7 +93,7 @@ class LayerWriter:
         if self._output.has(self._files[index]):
             return self._read_back(index, weights) if calibration is not None else {}
         moments = {} if calibration is None else calibration.moments(index, weights)
-        prefix, parts_of = self._reader.prefix, self._config.linears(index)
+        prefix, parts_of = self._reader.prefix, self._linears(index)
         replaced = {f"{prefix}{name}.weight" for parts in parts_of.values() for name, _, _ in parts}
         layer = f"{prefix}{self._config.names.layer.format(index)}"
         kept = [n for n in self._reader.checkpoint.home if n.startswith(layer) and n not in replaced]
@@ -76,9 +103,10 @@ class LayerWriter:
             weight = getattr(weights, field)
             assert isinstance(weight, DenseWeight)
             linear = self._quantized(weight.weight_NK.to(device), moments.pop(field, None))
-            ends = np.cumsum([rows for _, rows, _ in parts]).tolist()
-            for (name, _, _), start, stop in zip(parts, [0, *ends], ends):
-                stored = self._stored(linear.rows(start, stop))
+            order_N = output_rows(self._config, index, field)
+            row_N = torch.arange(weight.out_features) if order_N is None else torch.argsort(order_N)
+            for (name, _, _), of_part in zip(parts, row_N.to(device).split([rows for _, rows, _ in parts])):
+                stored = self._stored(linear.rows(of_part))
                 tensors |= {f"{prefix}{name}.{suffix}": tensor for suffix, tensor in stored.items()}
             if calibration is not None and isinstance(linear, IntLinear):
                 values[field] = linear.dequantize().cpu()
@@ -100,16 +128,19 @@ class LayerWriter:
         return layouts.gptq_tensors(linear) if self._recipe.method == "gptq" else layouts.compressed_tensors(linear)
 
     def _read_back(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
-        form = GptqFormat.from_config(self._recipe.quantization_config(), self._output.partial / "config.json")
+        options = self._recipe.quantization_config(self.linear_names)
+        form = GptqFormat.from_config(options, self._output.partial / "config.json")
         written = _Written(self._output.partial / self._files[index])
         values = {}
-        for field, parts in self._config.linears(index).items():
+        for field, parts in self._linears(index).items():
             shapes = [(rows, inputs) for _, rows, inputs in parts]
             prefixes = [f"{self._reader.prefix}{name}" for name, _, _ in parts]
             biases = [written.read(f"{p}.bias") if f"{p}.bias" in written else None for p in prefixes]
             stored = [StoredLinear(p, shape, written, bias) for p, shape, bias in zip(prefixes, shapes, biases)]
             read = [form.read_linear(linear) for linear in stored]
-            values[field] = torch.cat([linear.dequantize(torch.float32) for linear in read])
+            values_NK = torch.cat([linear.dequantize(torch.float32) for linear in read])
+            order_N = output_rows(self._config, index, field)
+            values[field] = values_NK if order_N is None else values_NK[order_N]
         return values
 
     def _rest(self) -> None:

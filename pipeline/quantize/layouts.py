@@ -9,11 +9,19 @@ of a word is input i of that word; `weight_scale` (N, G); `weight_shape` (2). In
 2^(bits - 1). "float-quantized": `weight` (N, K) float8_e4m3fn and `weight_scale` (N, 1).
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
 from pipeline.quantize.grid import FloatLinear, IntLinear
+
+
+class LinearNames(NamedTuple):
+    """Names of linears. quantized: in a layer, those that together are one linear here. kept: patterns of the names of
+    others, which stay as they are; the head does too."""
+
+    quantized: list[list[str]]
+    kept: list[str]
 
 
 def gptq_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
@@ -26,11 +34,15 @@ def gptq_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
     }
 
 
-def gptq_config(bits: int, group_size: int, act_order: bool, damping: float) -> dict[str, Any]:
-    return {
+def gptq_config(bits: int, group_size: int, act_order: bool, damping: float, names: LinearNames) -> dict[str, Any]:
+    config = {
         "quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": True, "desc_act": act_order,
         "damp_percent": damping, "true_sequential": False, "lm_head": False, "checkpoint_format": "gptq",
     }  # fmt: skip
+    if not names.kept:
+        return config
+    dynamic = {f"-:{pattern}": {} for pattern in names.kept}  # read by GPTQModel; the other key by transformers
+    return config | {"dynamic": dynamic, "modules_in_block_to_quantize": names.quantized}
 
 
 def compressed_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
@@ -45,7 +57,9 @@ def compressed_floats(linear: FloatLinear) -> dict[str, torch.Tensor]:
     return {"weight": linear.value_NK.contiguous(), "weight_scale": linear.scales_N1.contiguous()}
 
 
-def compressed_config(kind: Literal["int", "float"], bits: int, group_size: int | None) -> dict[str, Any]:
+def compressed_config(
+    kind: Literal["int", "float"], bits: int, group_size: int | None, names: LinearNames
+) -> dict[str, Any]:
     """Return the quantization_config of a compressed-tensors checkpoint. group_size None: one scale per output."""
     weights = {
         "num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel" if group_size is None else "group",
@@ -58,7 +72,7 @@ def compressed_config(kind: Literal["int", "float"], bits: int, group_size: int 
         "format": "pack-quantized" if kind == "int" else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *(f"re:{pattern}" for pattern in names.kept)],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }

@@ -43,12 +43,12 @@ class Recipe:
     def bits(self) -> int:
         return 8 if self.method in WITHOUT_GROUPS else 4
 
-    def quantization_config(self) -> dict[str, Any]:
+    def quantization_config(self, names: layouts.LinearNames) -> dict[str, Any]:
         """Return the quantization_config of config.json. For awq, autoawq writes it instead."""
         if self.method == "gptq":
-            return layouts.gptq_config(self.bits, self.group_size, self.act_order, DAMPING)
+            return layouts.gptq_config(self.bits, self.group_size, self.act_order, DAMPING, names)
         group_size = None if self.method in WITHOUT_GROUPS else self.group_size
-        return layouts.compressed_config("float" if self.method == "fp8" else "int", self.bits, group_size)
+        return layouts.compressed_config("float" if self.method == "fp8" else "int", self.bits, group_size, names)
 
 
 def check_plain(source: Path) -> ModelConfig:
@@ -63,10 +63,7 @@ def check_plain(source: Path) -> ModelConfig:
     if (source / GGUF_TABLE).is_file():
         raise ModelError(f"{source}: is made of a GGUF file; use the safetensors checkpoint that it was made from")
     config = as_stored(read_config(source), source)
-    if config.names.is_transposed or any(
-        x.heads or x.v_norm or x.rope.rotary_dim or x.rope.interleaved or x.mixer or x.output_gate
-        for x in config.layers
-    ):
+    if config.names.is_transposed or any(layer.heads or layer.v_norm for layer in config.layers):
         raise ModelError(f"{source}: models of this family cannot be quantized here yet; serve the 16-bit checkpoint")
     if config.size.experts is not None:
         raise ModelError(
@@ -84,6 +81,9 @@ def check_shapes(source: Path, config: ModelConfig, recipe: Recipe) -> None:
         "intermediate_size": config.intermediate_size,
         "num_attention_heads * head_dim": config.num_heads * config.head_dim,
     }
+    delta = next((layer.mixer for layer in config.layers if layer.mixer is not None), None)
+    if delta is not None:
+        widths["linear_num_value_heads * linear_value_head_dim"] = delta.num_outputs
     if recipe.method not in WITHOUT_GROUPS:
         for name, width in widths.items():
             if width % recipe.group_size:
@@ -94,6 +94,8 @@ def check_shapes(source: Path, config: ModelConfig, recipe: Recipe) -> None:
                 )
     multiple = 64 if recipe.method == "awq" else 8
     widths["num_key_value_heads * head_dim"] = config.num_kv_heads * config.head_dim
+    if delta is not None:
+        widths["linear_num_key_heads * linear_key_head_dim"] = delta.num_key_heads * delta.key_dim
     for name, width in widths.items():
         if width % multiple:
             raise ModelError(f"{source}: {name} = {width} is not a multiple of {multiple}, as {recipe.method} requires")
