@@ -214,7 +214,7 @@ def select_outputs(weight: LinearWeight, row_N: torch.Tensor) -> LinearWeight:
         return StackedWeight(tuple(chosen))  # type: ignore[arg-type]
     bias_N = None if weight.bias_N is None else weight.bias_N[row_N]
     if isinstance(weight, DenseWeight):
-        return DenseWeight(weight.weight_NK[row_N], bias_N)
+        return DenseWeight(weight.weight_NK.index_select(0, row_N), bias_N)  # faster than an index
     if isinstance(weight, Fp8Weight):
         value_NK = weight.value_NK.view(torch.uint8)[row_N].view(weight.value_NK.dtype)
         return Fp8Weight(value_NK, weight.scales_NG[row_N], (1, weight.block[1]), bias_N)
