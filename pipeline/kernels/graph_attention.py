@@ -10,6 +10,18 @@ import torch
 from pipeline.kernels.attention_input import AttentionInput
 
 
+class LayerKind(NamedTuple):
+    """Layers with one window and with heads of one shape, which share the metadata of a step."""
+
+    window: int | None
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        return self.num_kv_heads, self.head_dim
+
+
 @dataclass(frozen=True)
 class GraphShape:
     """The largest steps to capture and replay, and the model's heads."""
@@ -18,9 +30,7 @@ class GraphShape:
     max_blocks: int  # per sequence
     block_size: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    windows: frozenset[int | None]  # of the layers
+    kinds: tuple[LayerKind, ...]  # of the layers with attention
     max_queries: int  # tokens that a sequence computes in such a step, if the kernels support that many
     max_tokens: int  # per step
     max_mixed_tokens: int = 0  # of a mixed step, in which a sequence computes more than `max_queries`; 0: none

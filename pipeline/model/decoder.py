@@ -236,8 +236,6 @@ class Decoder:
         offload: moves each layer as it is loaded.
 
         Raises ModelError if the folder's tensors do not match `config` exactly, or a format cannot be divided."""
-        if any(layer.heads for layer in config.layers):  # captured attention has heads of one shape
-            kernels = replace(kernels, graph_attention=None)
         self.kernels, self.dtype, self.device, self.ranks = kernels, dtype, device, ranks
         self.vocab_size, share = config.vocab_size, Share(config, ranks.rank, ranks.size)
         reader = WeightReader(folder, config, device)

@@ -149,12 +149,16 @@ class Checkpoint:
                     raise ModelError(f"{path}: tensor {name} is also in {self.home[name].name}")
                 self.home[name] = path
         self.left = {name for name in self.home if not name.endswith(DERIVED) and name.rpartition(".")[2] not in unused}
+        self.parts: dict[str, torch.Tensor] = {}
+        """Parts of tensors that hold several linears, by the names under which they are read, once."""
 
     def __contains__(self, name: str) -> bool:
-        return name in self.home
+        return name in self.home or name in self.parts
 
     def read(self, name: str) -> torch.Tensor:
         """Return the tensor as stored, on the device. Raises ModelError if it is missing."""
+        if name in self.parts:
+            return self.parts.pop(name)
         if name not in self.home:
             raise ModelError(f"{self.folder}: tensor {name} is missing from the checkpoint{self._quantized_as(name)}")
         self.left.discard(name)
@@ -163,7 +167,7 @@ class Checkpoint:
     def _quantized_as(self, name: str) -> str:
         """Return a hint if the missing weight is stored quantized, but no options describe how."""
         stem = name.removesuffix("weight")
-        found = [f"{stem}{suffix}" for suffix in ("qweight", "weight_packed") if f"{stem}{suffix}" in self.home]
+        found = [f"{stem}{suffix}" for suffix in ("qweight", "weight_packed") if f"{stem}{suffix}" in self]
         if not found:
             return ""
         files = " or ".join(QUANTIZER_FILES)
@@ -384,6 +388,8 @@ class WeightReader:
             experts = self._interleaved_experts(packed, spec)
         elif names.packed_experts == "by_outputs" and f"{packed}gate_up_proj" in self.checkpoint:
             experts = self._packed_experts(packed, spec)
+        elif names.packed_experts == "by_outputs" and f"{packed}gate_up_proj_packed" in self.checkpoint:
+            experts = self._quantized_experts(packed, spec)
         else:
             each = [self.config.expert_linears(layer, expert) for expert in range(spec.num_experts)]
             gate_up = tuple(_one_form(self._fused(linears["gate_up"], bias)) for linears in each)
@@ -408,6 +414,26 @@ class WeightReader:
 
         gate_up = read("gate_up_proj", (spec.num_experts, 2 * width, hidden))
         return ExpertWeights(gate_up, read("down_proj", (spec.num_experts, hidden, width)))
+
+    def _quantized_experts(self, prefix: str, spec: ExpertSpec) -> ExpertWeights:
+        """Read the same in compressed-tensors: `name`_packed and `name`_scale are those of all experts."""
+
+        def read(name: str, shape_NK: tuple[int, int]) -> tuple[LinearWeight, ...]:
+            linears = [f"{prefix}{expert}.{name}" for expert in range(spec.num_experts)]
+            for part in ("packed", "scale"):
+                whole = f"{prefix}{name}_{part}"
+                stored = self.checkpoint.read(whole)
+                if stored.shape[:1] != (spec.num_experts,):
+                    raise ModelError(
+                        f"{whole}: found {tuple(stored.shape)}, expected those of {spec.num_experts} experts"
+                    )
+                self.checkpoint.parts |= zip((f"{linear}.weight_{part}" for linear in linears), stored)
+            shapes = dict.fromkeys((f"{linear}.weight_shape" for linear in linears), torch.tensor(shape_NK))
+            self.checkpoint.parts |= shapes
+            return tuple(self._linear(linear, shape_NK, bias=False) for linear in linears)
+
+        width, hidden = spec.width, self.config.hidden_size
+        return ExpertWeights(read("gate_up_proj", (2 * width, hidden)), read("down_proj", (hidden, width)))
 
     def _interleaved_experts(self, prefix: str, spec: ExpertSpec) -> ExpertWeights:
         """Read experts of which one tensor holds a linear of all, as (experts, inputs, outputs). The outputs of gate

@@ -35,7 +35,7 @@ from pipeline.roofline.shares import MEASURED
 from pipeline.weights.awq import AwqFormat
 from tests.engine.test_gpu_kernels import QWEN3, WIDE, capture, engine_of, watch_replays
 from tests.kernels.triton.problems import DEVICE, recorded_launches
-from tests.model_folders import DELTA, Family, small_config, write_checkpoint
+from tests.model_folders import DELTA, GEMMA4, Family, small_config, write_checkpoint
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
@@ -48,8 +48,8 @@ SIZES: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batch
 DRAFTS = {"method": "lookup", "num_speculative_tokens": 2, "forced": True}
 KINDS: dict[str, dict[str, Any]] = {
     "one step ahead, preempted": {"kv_cache_memory_bytes": 13 * BLOCK_BYTES, "block_size": 8},
-    "drafts, fp8 cache": {"speculation": DRAFTS, "kv_cache_dtype": "fp8"},
-    "deterministic": {"deterministic": True},
+    "own heads, drafts, fp8 cache": {"speculation": DRAFTS, "kv_cache_dtype": "fp8"},
+    "own heads, deterministic": {"deterministic": True},
     "states, one step ahead": {},
     "states, drafts": {"speculation": DRAFTS},
 }
@@ -66,6 +66,15 @@ def states_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a checkpoint whose first layer keeps a state."""
     config = small_config(64, 128, 2, 4, 2) | DELTA | WIDE
     return write_checkpoint(tmp_path_factory.mktemp("states"), Family("qwen3-5", "qwen3_5_text"), config, seed=4)
+
+
+@pytest.fixture(scope="module")
+def heads_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a checkpoint whose layers with a window have heads of another number and size than the others."""
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    own = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 32}
+    config = small_config(64, 128, 3, 4, 2) | GEMMA4 | own | WIDE | {"layer_types": types, "sliding_window": 5}
+    return write_checkpoint(tmp_path_factory.mktemp("heads"), Family("gemma4", "gemma4_text"), config, seed=4)
 
 
 def captured_parts(launches: list[Launch]) -> list[Any]:
@@ -106,13 +115,13 @@ def tokens_of(engine: Engine, max_tokens: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_captured_mixed_steps_give_the_reference_tokens(
-    kind: str, folder: Path, states_folder: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, folder: Path, states_folder: Path, heads_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = states_folder if "states" in kind else folder
+    folder = states_folder if "states" in kind else heads_folder if "own heads" in kind else folder
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     options = SIZES | KINDS[kind]
     of_reference = {name: value for name, value in options.items() if name not in ("speculation", "deterministic")}
-    max_tokens = 4 if kind in ("drafts, fp8 cache", "deterministic") else 12  # long rows grow out of the blocks
+    max_tokens = 4 if "own heads" in kind else 12  # long rows grow out of the blocks
     expected = tokens_of(engine_of(folder, "reference", **of_reference), max_tokens)
     engine = engine_of(folder, "triton", **options)
     is_ahead = "one step ahead" in kind

@@ -1,4 +1,5 @@
-"""Pages that layers with and without a window share: no two layers write to the same memory."""
+"""Pages that layers with and without a window share: no two layers write to the same memory, and a row holds what the
+formula says."""
 
 import json
 from dataclasses import replace
@@ -8,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline import Request
 from pipeline.kernels.cache import FP8
 from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.kv_cache import KVCache, shared_kv_pages, single_kv_pages
 from pipeline.model.layer_spec import Heads, LayerSpec
 from pipeline.roofline.kv_pages import KVPages
+from tests.model_folders import FAMILIES, small_config, write_checkpoint
+from tests.parity.harness import float32_engine, greedy
 
 BLOCK, CPU = 4, torch.device("cpu")
 KINDS = {  # numbers of layers with a window before each layer without one
@@ -95,3 +99,31 @@ def test_layers_share_pages_only_where_that_saves(tmp_path: Path) -> None:
     assert shared_kv_pages(only_windows, BLOCK, torch.float32, 4096).window is None
     odd = config_of(tmp_path, [5, 5], Heads(3, 16))
     assert shared_kv_pages(odd, BLOCK, torch.float32, 4096).window is None
+
+
+def test_a_row_of_ten_windows_holds_the_bytes_of_the_formula(tmp_path: Path) -> None:
+    """Each step leaves at most the pages of the formula, some steps all of them: far less than pages that keep all
+    tokens."""
+    window, block = 32, 8
+    family = next(family for family in FAMILIES if family.name == "gemma3")
+    types = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "sliding_window": window}
+    config = small_config(32, 48, 3, 2, 1, max_position_embeddings=512) | family.options | types
+    folder = write_checkpoint(tmp_path / "model", family, config, seed=1)
+    prompt = np.random.default_rng(0).integers(0, 255, 5 * window).tolist()
+    spare, before = list[int](), 0
+    with float32_engine(
+        folder, max_model_len=16 * window, max_num_batched_tokens=40, block_size=block, speculation="off"
+    ) as engine:
+        table, pages = engine.table, engine.table.pages
+        engine.add(Request("row", prompt, greedy(5 * window)))
+        while not engine.step():
+            (slot,) = engine.scheduler.running
+            computed = int(table.num_computed[slot])
+            spare.append(pages.num_pages(computed, computed - before) - engine.pool.num_held)
+            before = computed
+        assert len(spare) == 4 + 5 * window - 2
+        assert str(engine.resolved["kv_cache"]).endswith(f", 8 rows of {16 * window} tokens")
+        alone = single_kv_pages(read_config(folder), block, torch.float32)
+        longest = 10 * window - 1
+        assert pages.num_pages(longest) * pages.page_bytes < 0.45 * alone.num_pages(longest) * alone.page_bytes
+    assert min(spare) == min(spare[-window:]) == 0

@@ -274,6 +274,30 @@ def mxfp4_experts(plain: Path, folder: Path, seed: int) -> tuple[Path, Path]:
     return folders
 
 
+def pack_experts(pair: tuple[Path, Path], pack: Pack, in_one: bool, seed: int) -> tuple[Path, Path]:
+    """Replace the experts of a quantized Gemma 4 checkpoint and its dense twin by random ones, as `pack` packs them.
+    in_one: each tensor has those of all experts, with gate and up in one linear; else each linear is on its own."""
+    rng = np.random.default_rng(seed)
+    packed, dense = (load_file(folder / "model.safetensors") for folder in pair)
+    for name in [name for name in dense if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        (num_experts, rows, inputs), (prefix, _, linear) = packed.pop(name).shape, name.rpartition(".")
+        parts = [linear] if in_one or linear == "down_proj" else ["gate_proj", "up_proj"]
+        stored, weights = dict[str, list[torch.Tensor]](), list[np.ndarray]()
+        for expert in range(num_experts):
+            for part in parts:
+                tensors, weight = pack(rng, (rows // len(parts), inputs))
+                weights.append(weight)
+                if not in_one:
+                    packed |= named(f"{prefix}.{expert}.{part}", tensors)
+                for suffix in ("packed", "scale") if in_one else ():
+                    stored.setdefault(f"{name}_{suffix}", []).append(tensors[f"weight_{suffix}"])
+        packed |= {key: torch.stack(tensors) for key, tensors in stored.items()}
+        dense[name] = torch.from_numpy(np.concatenate(weights)).view(num_experts, rows, inputs)
+    for folder, tensors in zip(pair, (packed, dense)):
+        save_file(tensors, folder / "model.safetensors")
+    return pair
+
+
 def write_folder(path: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
     path.mkdir()
     save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path / "model.safetensors")

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.startup.resolve import quantized_on_load, resolve
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.kernels.activations.act_quant import ACT_QUANT_SCHEMES, Activations
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader
@@ -39,6 +40,7 @@ from tests.weights.packers import (
     mxfp4,
     mxfp4_experts,
     nvfp4,
+    pack_experts,
     pack_pair,
     pack_quantized,
     write_pair,
@@ -180,6 +182,25 @@ def test_experts_in_mxfp4(tmp_path: Path) -> None:
     config = small_config(64, 96, 2, 4, 2, initializer_range=0.2) | family.options
     plain = write_checkpoint(tmp_path / "plain", family, config, seed=4)
     check(*mxfp4_experts(plain, tmp_path / "quantized", seed=7), "mxfp4 experts, groups of 32")
+
+
+@pytest.mark.parametrize("name", ["compressed int4 in one tensor", "awq gemm, symmetric", "compressed nvfp4"])
+def test_experts_of_gemma4_as_published(name: str, tmp_path: Path) -> None:
+    in_one = compressed(group("pack-quantized", 4, "group", LINEAR, group_size=32))
+    int4 = in_one, pack_quantized(4, 32, True), "compressed-tensors int4, groups of 32"
+    quantization, pack, weights = WHOLE.get(name, int4)
+    assert pack is not None
+    family = next(family for family in FAMILIES if family.name == "gemma4-moe")
+    config = small_config(64, 96, 2, 4, 2, initializer_range=0.2) | family.options
+    plain = write_checkpoint(tmp_path / "plain", family, config, seed=4)
+    pair = pack_pair(plain, tmp_path / "quantized", quantization, lambda stem: pack, seed=7)
+    check(*pack_experts(pair, pack, name not in WHOLE, seed=8), weights)
+    if name not in WHOLE:
+        tensors = load_file(pair[0] / "model.safetensors")
+        scales = "model.layers.0.experts.down_proj_scale"
+        save_file(tensors | {scales: tensors[scales][:5]}, pair[0] / "model.safetensors")
+        with pytest.raises(ModelError, match=rf"^{scales}: found \(5, 64, 1\), expected those of 6 experts"):
+            list(WeightReader(pair[0], read_config(pair[0])).layers())
 
 
 def test_modules_not_converted_and_mixed_ones_are_fused_as_they_are(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from pipeline.engine.schedule.step_plan import StepInput
 from pipeline.errors import PipelineError
 from pipeline.kernels.attention_input import AttentionInput, CapturedStates
 from pipeline.kernels.cache import FP8
-from pipeline.kernels.graph_attention import FutureNumbers, GraphAttention, GraphShape
+from pipeline.kernels.graph_attention import FutureNumbers, GraphAttention, GraphShape, LayerKind
 from pipeline.model.decoder import Decoder
 from pipeline.model.kv_cache import KVCache
 
@@ -129,14 +129,14 @@ class StepGraphs:
         self._padding = np.array([0, 0, *padding_slots, *of_states])[:, None]
         self._num_rows = len(self._padding)
         assert decoder.kernels.graph_attention is not None
+        with_attention = [index for index, layer in enumerate(config.layers) if layer.mixer is None]
+        kinds_of_layers = [LayerKind(config.layers[index].window, *config.heads(index)) for index in with_attention]
         shape = GraphShape(
             max_seqs=max_num_seqs,
             max_blocks=max_blocks,
             block_size=block_size,
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            windows=frozenset(layer.window for layer in config.layers),
+            kinds=tuple(dict.fromkeys(kinds_of_layers)),
             max_queries=max_queries,
             max_tokens=max_tokens,
             max_mixed_tokens=max_mixed_tokens,

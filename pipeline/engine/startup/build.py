@@ -78,7 +78,8 @@ def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
             runner: Runner = loaded.runner
         else:
             loaded, runner = start_ranks(spec, log, tokenizer)
-    resolved = loaded.resolved
+    resolved, pages, length = loaded.resolved, loaded.resolved.kv_pages, loaded.max_model_len
+    num_rows, cache_bytes = loaded.num_pages // pages.num_pages(length), loaded.num_pages * pages.page_bytes
     settings: dict[str, str | int] = {
         "device": str(resolved.device),
         **({"device_name": torch.cuda.get_device_name(resolved.device)} if resolved.device.type == "cuda" else {}),
@@ -90,7 +91,8 @@ def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
         "max_num_batched_tokens": resolved.max_num_batched_tokens,
         "block_size": resolved.block_size,
         "num_kv_blocks": loaded.num_pages,
-        **({} if resolved.kv_pages.window is None else _shared(resolved.kv_pages)),
+        **({} if pages.window is None else _shared(pages)),
+        "kv_cache": f"{shown_bytes(cache_bytes)}, {num_rows:,} rows of {length:,} tokens",
         "weights": loaded.target.weights,
         "parameters": model.parameters_text(),
         "deterministic": "on" if resolved.deterministic else "off",

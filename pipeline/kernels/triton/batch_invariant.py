@@ -97,20 +97,25 @@ class CapturedBatchInvariantAttention:
     """
 
     def __init__(self, shape: GraphShape, device: torch.device) -> None:
-        self._queries = _queries_of_tile(shape.num_heads, shape.num_kv_heads, shape.head_dim)
-        self.max_queries, self.max_mixed_tokens = min(shape.max_queries, self._queries), shape.max_mixed_tokens
-        self._max_seqs, self._windows = shape.max_seqs, shape.windows
-        self._kv_heads = shape.num_kv_heads, shape.head_dim
+        self._queries = {kind.heads: _queries_of_tile(shape.num_heads, *kind.heads) for kind in shape.kinds}
+        self.max_queries, self.max_mixed_tokens = (
+            min(shape.max_queries, *self._queries.values()),
+            shape.max_mixed_tokens,
+        )
+        self._max_seqs, self._kinds = shape.max_seqs, shape.kinds
         item_I2 = np.zeros((shape.max_seqs, 2), dtype=np.int32)
         item_I2[:, 0] = np.arange(shape.max_seqs)
-        self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)
-        sizes = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
+        self._no_tiles = [np.full((self._max_tiles(heads, shape.max_mixed_tokens), 2), -1) for heads in self._queries]
+        sizes = [shape.max_seqs + 1, shape.max_seqs, *(each.size for each in self._no_tiles)]
         self._staged = StagedStep(sizes, shape, device)
         self.numbers = self._staged.numbers
-        self.plans = (self._plans(on_device(item_I2, device)),)
+        self.plans = (self._plans(dict.fromkeys(self._queries, on_device(item_I2, device))),)
 
     def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
-        return self._plans(self._staged.arrays[2].view(-1, 2)[: self._max_tiles(num_tokens)])
+        items = zip(self._queries, self._staged.arrays[2:])
+        return self._plans(
+            {heads: item_I2.view(-1, 2)[: self._max_tiles(heads, num_tokens)] for heads, item_I2 in items}
+        )
 
     def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
         return True
@@ -118,38 +123,43 @@ class CapturedBatchInvariantAttention:
     def prepare_mixed_replay(
         self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
     ) -> None:
-        items = prefill_items(attn_metadata, np.arange(len(attn_metadata.context_len_S)), self._queries)
-        item_I2 = self._no_tiles_I2.copy()
-        item_I2[: len(items)] = items
-        self._fill(attn_metadata, item_I2, numbers, future)
+        items = [each.copy() for each in self._no_tiles]
+        for item_I2, queries in zip(items, self._queries.values()):
+            own_I2 = prefill_items(attn_metadata, np.arange(len(attn_metadata.context_len_S)), queries)
+            item_I2[: len(own_I2)] = own_I2
+        self._fill(attn_metadata, items, numbers, future)
 
-    def _max_tiles(self, num_tokens: int) -> int:
+    def _max_tiles(self, heads: tuple[int, int], num_tokens: int) -> int:
         """Return the maximum number of tiles: the last tile of each sequence may be nearly empty."""
-        return self._max_seqs + num_tokens // self._queries
+        return self._max_seqs + num_tokens // self._queries[heads]
 
-    def _plans(self, item_I2: torch.Tensor) -> dict[Hashable, Any]:
-        query_start_S1, context_len_S, _ = self._staged.arrays
+    def _plans(self, items: dict[tuple[int, int], torch.Tensor]) -> dict[Hashable, Any]:
+        query_start_S1, context_len_S = self._staged.arrays[:2]
         plans: dict[Hashable, Any] = {}
-        for window in self._windows:
-            table_SM = self._staged.table_of(window)
-            metadata = PrefillMetadata(window or _NO_WINDOW, item_I2, query_start_S1, context_len_S, table_SM)
-            plans[plan_key(window, *self._kv_heads)] = AttentionPlan(None, metadata)
+        for kind in self._kinds:
+            sequences = query_start_S1, context_len_S, self._staged.table_of(kind.window)
+            metadata = PrefillMetadata(kind.window or _NO_WINDOW, items[kind.heads], *sequences)
+            plans[plan_key(*kind)] = AttentionPlan(None, metadata)
         return plans
 
     def prepare_replay(
         self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
     ) -> int:
-        self._fill(attn_metadata, self._no_tiles_I2, numbers, future)
+        self._fill(attn_metadata, self._no_tiles, numbers, future)
         return 0
 
     def _fill(
-        self, attn_metadata: AttentionInput, item_I2: np.ndarray, numbers: np.ndarray, future: FutureNumbers | None
+        self,
+        attn_metadata: AttentionInput,
+        items: list[np.ndarray],
+        numbers: np.ndarray,
+        future: FutureNumbers | None,
     ) -> None:
         start_S1 = np.full(self._max_seqs + 1, attn_metadata.query_start_S1[-1])
         start_S1[: len(attn_metadata.query_start_S1)] = attn_metadata.query_start_S1
         context_S = np.zeros(self._max_seqs, dtype=np.int32)
         context_S[: len(attn_metadata.context_len_S)] = attn_metadata.context_len_S
-        self._staged.fill([start_S1, context_S, item_I2], numbers, attn_metadata, future)
+        self._staged.fill([start_S1, context_S, *items], numbers, attn_metadata, future)
 
     def unpack(self) -> None:
         self._staged.unpack()

@@ -1,7 +1,8 @@
-"""Attention of captured steps: metadata of fixed size for each window. Implements `graph_attention.GraphAttention`."""
+"""Attention of captured steps: metadata of fixed size for each kind of layer. Implements
+`graph_attention.GraphAttention`."""
 
-from collections.abc import Hashable
-from dataclasses import replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -29,116 +30,121 @@ from pipeline.kernels.triton.attention.staging import StagedStep
 from pipeline.kernels.triton.launch import CompileTarget
 
 
-class CapturedAttention:
-    """A `DecodeMetadata` for each sliding window of the model's layers, large enough for every step of `shape`.
+@dataclass(frozen=True)
+class _Tiles:
+    """Tiles of the prefill kernel in layers with heads of one shape. queries: tokens of a tile. at_once: tiles that the
+    GPU computes at once."""
 
-    Steps without shared prefixes use plans without a cascade: its empty launch would cost each layer a few
-    microseconds. Mixed steps always launch it, and the prefill kernel for `_max_tiles` tiles.
-    """
+    queries: int
+    at_once: int
 
-    def __init__(self, shape: GraphShape, device: torch.device) -> None:
-        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        target, group = CompileTarget.from_device(device), checked_group(*heads)
-        self._kv_heads = shape.num_kv_heads, shape.head_dim
-        self.max_queries = min(shape.max_queries, max_queries_of(group, shape.head_dim))
-        self.max_mixed_tokens = shape.max_mixed_tokens
-        self._queries = rows_of(shape.head_dim) // group  # per tile of the prefill kernel
-        self._tiles_at_once = max(1, target.num_multiprocessors // shape.num_kv_heads)
-        cascade = CascadeShape.for_steps(shape.max_tokens, *heads, target)
-        cascade = replace(cascade, max_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
-        self._cascade = CascadeSteps(cascade)
-        of_window = {window: cascade if window is None else None for window in shape.windows}
-        self._no_tiles_I2 = np.full((self._max_tiles(shape.max_mixed_tokens), 2), -1)
-        fixed_sizes = [shape.max_seqs + 1, shape.max_seqs, self._no_tiles_I2.size]
-        programs = num_programs_of(target, *heads, self.max_queries, shape.with_fp8_cache)
-        decode_sizes = DecodeMetadata.sizes(shape.max_seqs, programs)
-        sizes = [*chain.from_iterable((*decode_sizes, *(each.sizes if each else ())) for each in of_window.values())]
-        self._staged = StagedStep([*fixed_sizes, *sizes], shape, device)
-        self.numbers = self._staged.numbers
-        query_start_S1, context_len_S, tiles, *rest = self._staged.arrays
-        self._item_I2 = tiles.view(-1, 2)
-        views = iter(rest)
-        self._metadata = [
-            DecodeMetadata.from_tensors(
-                DecodeNumbers(*islice(views, len(decode_sizes))),
-                None if each is None else CascadeMetadata.for_steps(each, islice(views, len(each.sizes))),
-                SequenceTensors(query_start_S1, context_len_S, self._staged.table_of(window)),
-                num_heads=shape.num_heads,
-                num_kv_heads=shape.num_kv_heads,
-                head_dim=shape.head_dim,
-                num_queries=self.max_queries,
-                window=window,
-            )
-            for window, each in of_window.items()
-        ]
-        with_cascade: dict[Hashable, Any] = {
-            plan_key(metadata.window, *self._kv_heads): AttentionPlan(metadata, None) for metadata in self._metadata
-        }
-        without_cascade: dict[Hashable, Any] = {
-            plan_key(metadata.window, *self._kv_heads): AttentionPlan(replace(metadata, cascade=None), None)
-            for metadata in self._metadata
-        }
-        self.plans = (without_cascade, with_cascade) if None in shape.windows else (without_cascade,)
-
-    def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
-        item_I2 = self._item_I2[: self._max_tiles(num_tokens)]
-        return {
-            plan_key(each.window, *self._kv_heads): AttentionPlan(
-                each, PrefillMetadata(each.window, item_I2, *each.sequences)
-            )
-            for each in self._metadata
-        }
-
-    def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
-        prompt_S = count_S[count_S > self.max_queries]
-        return int((-(-prompt_S // self._queries)).sum()) <= self._max_tiles(num_tokens)
-
-    def _max_tiles(self, num_tokens: int) -> int:
+    def max_tiles(self, num_tokens: int) -> int:
         """Return the number of prompt tiles in mixed steps padded to `num_tokens`.
 
         It is twice the number that the tokens fill, since the last tile of each prompt may be nearly empty, and at
         least the number that the GPU computes at once.
         """
-        return max(self._tiles_at_once, 2 * -(-num_tokens // self._queries))
+        return max(self.at_once, 2 * -(-num_tokens // self.queries))
+
+
+class CapturedAttention:
+    """A `DecodeMetadata` for each kind of the model's layers, large enough for every step of `shape`.
+
+    Steps without shared prefixes use plans without a cascade: its empty launch would cost each layer a few
+    microseconds. Mixed steps always launch it, and the prefill kernel for `_Tiles.max_tiles` tiles.
+    """
+
+    def __init__(self, shape: GraphShape, device: torch.device) -> None:
+        target, self._kinds = CompileTarget.from_device(device), shape.kinds
+        groups = {each.heads: checked_group(shape.num_heads, *each.heads) for each in shape.kinds}
+        limits = [max_queries_of(group, head_dim) for (_, head_dim), group in groups.items()]
+        self.max_queries, self.max_mixed_tokens = min(shape.max_queries, *limits), shape.max_mixed_tokens
+        self._tiles = {
+            heads: _Tiles(rows_of(heads[1]) // group, max(1, target.num_multiprocessors // heads[0]))
+            for heads, group in groups.items()
+        }
+        cascades: list[CascadeShape | None] = []
+        decode_sizes: list[DecodeNumbers[int]] = []
+        for kind in shape.kinds:
+            cascade = CascadeShape.for_steps(shape.max_tokens, shape.num_heads, *kind.heads, target)
+            cascade = replace(cascade, max_tokens=max(shape.max_tokens, shape.max_mixed_tokens))
+            cascades.append(cascade if kind.window is None else None)
+            programs = num_programs_of(target, shape.num_heads, *kind.heads, self.max_queries, shape.with_fp8_cache)
+            decode_sizes.append(DecodeMetadata.sizes(shape.max_seqs, programs))
+        self._cascades = [None if each is None else CascadeSteps(each) for each in cascades]
+        self._no_tiles = [np.full((each.max_tiles(shape.max_mixed_tokens), 2), -1) for each in self._tiles.values()]
+        fixed_sizes = [shape.max_seqs + 1, shape.max_seqs, *(each.size for each in self._no_tiles)]
+        sizes = chain.from_iterable((*own, *(each.sizes if each else ())) for own, each in zip(decode_sizes, cascades))
+        self._staged = StagedStep([*fixed_sizes, *sizes], shape, device)
+        self.numbers = self._staged.numbers
+        views = iter(self._staged.arrays)
+        query_start_S1, context_len_S = next(views), next(views)
+        self._item_I2 = {heads: next(views).view(-1, 2) for heads in self._tiles}
+        self._metadata = [
+            DecodeMetadata.from_tensors(
+                DecodeNumbers(*islice(views, len(own))),
+                None if each is None else CascadeMetadata.for_steps(each, islice(views, len(each.sizes))),
+                SequenceTensors(query_start_S1, context_len_S, self._staged.table_of(kind.window)),
+                num_heads=shape.num_heads,
+                num_kv_heads=kind.num_kv_heads,
+                head_dim=kind.head_dim,
+                num_queries=self.max_queries,
+                window=kind.window,
+            )
+            for kind, own, each in zip(shape.kinds, decode_sizes, cascades)
+        ]
+        with_cascade = self._plans(self._metadata)
+        without_cascade = self._plans([replace(each, cascade=None) for each in self._metadata])
+        self.plans = (without_cascade, with_cascade) if any(cascades) else (without_cascade,)
+
+    def _plans(self, metadata: Sequence[DecodeMetadata]) -> dict[Hashable, Any]:
+        return {plan_key(*kind): AttentionPlan(each, None) for kind, each in zip(self._kinds, metadata)}
+
+    def mixed_plans(self, num_tokens: int) -> dict[Hashable, Any]:
+        plans: dict[Hashable, Any] = {}
+        for kind, each in zip(self._kinds, self._metadata):
+            item_I2 = self._item_I2[kind.heads][: self._tiles[kind.heads].max_tiles(num_tokens)]
+            plans[plan_key(*kind)] = AttentionPlan(each, PrefillMetadata(kind.window, item_I2, *each.sequences))
+        return plans
+
+    def fits_mixed(self, count_S: np.ndarray, num_tokens: int) -> bool:
+        prompt_S = count_S[count_S > self.max_queries]
+        return all(
+            int((-(-prompt_S // each.queries)).sum()) <= each.max_tiles(num_tokens) for each in self._tiles.values()
+        )
 
     def prepare_mixed_replay(
         self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
     ) -> None:
         is_prompt_S = np.diff(attn_metadata.query_start_S1) > self.max_queries
         prompts, decoding = np.flatnonzero(is_prompt_S), np.flatnonzero(~is_prompt_S)
-        items = prefill_items(attn_metadata, prompts, self._queries)
-        item_I2 = self._no_tiles_I2.copy()
-        item_I2[: len(items)] = items
-        shared = self._cascade.numbers_among(attn_metadata, decoding)
-        arrays = self._decode_arrays(attn_metadata, decoding, shared)
-        self._fill(attn_metadata, item_I2, arrays, numbers, future)
+        items = [each.copy() for each in self._no_tiles]
+        for item_I2, tiles in zip(items, self._tiles.values()):
+            own_I2 = prefill_items(attn_metadata, prompts, tiles.queries)
+            item_I2[: len(own_I2)] = own_I2
+        shared = [each and each.numbers_among(attn_metadata, decoding) for each in self._cascades]
+        self._fill(attn_metadata, items, decoding, shared, numbers, future)
 
     def prepare_replay(
         self, attn_metadata: AttentionInput, numbers: np.ndarray, future: FutureNumbers | None = None
     ) -> int:
-        shared = self._cascade.numbers(attn_metadata) if len(self.plans) > 1 else None
-        arrays = self._decode_arrays(attn_metadata, None, shared)
-        self._fill(attn_metadata, self._no_tiles_I2, arrays, numbers, future)
-        return int(shared is not None and shared.item_U3.size > 0)
-
-    def _decode_arrays(
-        self, attn_metadata: AttentionInput, sequences: np.ndarray | None, shared: CascadeNumbers[np.ndarray] | None
-    ) -> list[np.ndarray]:
-        arrays: list[np.ndarray] = []
-        for each in self._metadata:
-            own_shared = shared if each.cascade is not None else None
-            arrays += [*each.numbers_of(attn_metadata, sequences, own_shared), *(own_shared or ())]
-        return arrays
+        shared = [each and each.numbers(attn_metadata) for each in self._cascades]
+        self._fill(attn_metadata, self._no_tiles, None, shared, numbers, future)
+        return int(any(each is not None and each.item_U3.size > 0 for each in shared))
 
     def _fill(
         self,
         attn_metadata: AttentionInput,
-        item_I2: np.ndarray,
-        decode_arrays: list[np.ndarray],
+        items: list[np.ndarray],
+        decoding: np.ndarray | None,
+        shared: list[CascadeNumbers[np.ndarray] | None],
         numbers: np.ndarray,
         future: FutureNumbers | None,
     ) -> None:
-        arrays = [attn_metadata.query_start_S1, attn_metadata.context_len_S, item_I2, *decode_arrays]
+        """decoding: the sequences that the decode kernel computes; None: all. shared: of each kind of layers."""
+        arrays = [attn_metadata.query_start_S1, attn_metadata.context_len_S, *items]
+        for each, own in zip(self._metadata, shared):
+            arrays += [*each.numbers_of(attn_metadata, decoding, own), *(own or ())]
         self._staged.fill(arrays, numbers, attn_metadata, future)
 
     def unpack(self) -> None:

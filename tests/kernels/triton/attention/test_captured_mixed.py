@@ -10,7 +10,7 @@ import torch
 
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cache import FP8, LayerCache
-from pipeline.kernels.graph_attention import GraphShape
+from pipeline.kernels.graph_attention import GraphShape, LayerKind
 from pipeline.kernels.reference import attention as reference_attention
 from pipeline.kernels.triton.attention import cascade_metadata
 from pipeline.kernels.triton.attention.captured_attention import CapturedAttention
@@ -24,7 +24,8 @@ from tests.kernels.triton.problems import ATTENTION, DEVICE, make_step, recorded
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 PADDED, BLOCKS = 200, 40
-SHAPE = GraphShape(6, 32, 64, 4, 2, 16, frozenset({None, 70}), 3, 12, PADDED)
+KINDS = LayerKind(None, 2, 16), LayerKind(70, 2, 16), LayerKind(None, 1, 32)
+SHAPE = GraphShape(6, 32, 64, 4, KINDS, 3, 12, PADDED)
 STEPS: list[tuple[list[tuple[int, int]], list[tuple[list[int], int]]]] = [
     ([(300, 1), (150, 3), (90, 90), (200, 40)], []),
     ([(200, 1), (270, 2), (190, 3), (210, 80), (4, 4)], [([0, 1, 2, 3], 2)]),
@@ -41,23 +42,32 @@ def kept(launches: list[Launch]) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "window"),
-    [("", None), ("", 70), ("fp8 cache", None), ("deterministic", 70), ("softcap and sinks", None)],
+    ("kind", "layers"),
+    [
+        ("", KINDS[0]),
+        ("", KINDS[1]),
+        ("", KINDS[2]),
+        ("fp8 cache", KINDS[0]),
+        ("deterministic", KINDS[1]),
+        ("deterministic", KINDS[2]),
+        ("softcap and sinks", KINDS[0]),
+    ],
 )
 def test_launches_do_not_change_from_step_to_step(
-    kind: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+    kind: str, layers: LayerKind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    window, num_kv_heads, head_dim = layers
     monkeypatch.setattr(cascade_metadata, "MIN_SAVED_BYTES", 0)
     is_fp8, is_deterministic = kind == "fp8 cache", kind == "deterministic"
     captured: Any = (CapturedBatchInvariantAttention if is_deterministic else CapturedAttention)(SHAPE, DEVICE)
     attention = (BatchInvariantAttention if is_deterministic else PagedAttention)(DEVICE)
-    q_TND, out_TND = torch.zeros(PADDED, 4, 16, device=DEVICE), torch.zeros(PADDED, 4, 16, device=DEVICE)
-    cache = LayerCache.allocate(BLOCKS, 64, 2, 16, FP8 if is_fp8 else torch.float32, DEVICE)
+    q_TND, out_TND = (torch.zeros(PADDED, 4, head_dim, device=DEVICE) for _ in "qo")
+    cache = LayerCache.allocate(BLOCKS, 64, num_kv_heads, head_dim, FP8 if is_fp8 else torch.float32, DEVICE)
     none = np.zeros(1, dtype=np.int32)
     empty_step = none, none, none[None], torch.zeros(0, dtype=torch.int64), 64
     (softcap, sinks_N), launches, shared = softmax_options(kind, 4, DEVICE), [], []
     for lengths, groups in STEPS:
-        step = sharing(make_step(lengths, (4, 2), 16, 64, torch.float32, with_fp8=is_fp8), groups)
+        step = sharing(make_step(lengths, (4, num_kv_heads), head_dim, 64, torch.float32, with_fp8=is_fp8), groups)
         count_S, num_tokens = np.diff(step.attn_metadata.query_start_S1), len(step.q_TND)
         assert captured.fits_mixed(count_S, PADDED)
         captured.prepare_mixed_replay(step.attn_metadata, np.zeros(0, dtype=np.int64))
@@ -74,14 +84,14 @@ def test_launches_do_not_change_from_step_to_step(
         launches.append(kept(recorded))
         for launch in recorded:
             launch.run()
-        of_tile_I = attn_metadata.plans[plan_key(window, 2, 16)].prefill.item_I2[:, 0]
-        tiles_S = -(-count_S // 64)
+        of_tile_I = attn_metadata.plans[plan_key(*layers)].prefill.item_I2[:, 0]
+        tiles_S = -(-count_S // (32 * num_kv_heads))
         assert int((of_tile_I >= 0).sum()) == tiles_S[is_deterministic | (count_S > 3)].sum(), "the others are empty"
         oracle = reference_attention(*step.wide, step.attn_metadata, 0.3, window, *softmax_options(kind, 4))
         assert float((out_TND[:num_tokens].cpu() - oracle).abs().max()) < ATTENTION[torch.float32]
         assert (out_TND[num_tokens:] == 7.0).all(), "padding attends to nothing"
         if not is_deterministic and window is None:
-            recorded_cascade = attn_metadata.plans[plan_key(None, 2, 16)].decode.cascade
+            recorded_cascade = attn_metadata.plans[plan_key(*layers)].decode.cascade
             shared.append((recorded_cascade.numbers.shared_S[: len(count_S)] > 0).tolist())
     assert all(each == launches[0] for each in launches)
     if shared:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pipeline.kernels.attention_input import AttentionInput
-from pipeline.kernels.graph_attention import FutureNumbers, GraphShape
+from pipeline.kernels.graph_attention import FutureNumbers, GraphShape, LayerKind
 from pipeline.kernels.triton.attention.staging import StagedStep
 from tests.kernels.triton.problems import DEVICE, recorded_launches
 
-SHAPE = GraphShape(900, 100, 16, 4, 2, 16, frozenset({None, 70}), 1, 900, num_numbers=6000)
+SHAPE = GraphShape(900, 100, 16, 4, (LayerKind(None, 2, 16), LayerKind(70, 2, 16)), 1, 900, num_numbers=6000)
 
 
 @pytest.mark.parametrize("has_window_blocks", [False, True])
