@@ -15,6 +15,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "Request",
+    "RequestFailed",
     "SamplingParams",
     "Score",
     "load_job",
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.engine.request import Request
     from pipeline.engine.sampling_params import SamplingParams
     from pipeline.engine.tasks import Choice, Classify, Embed, Score
+    from pipeline.job.actor.row_function import RequestFailed
     from pipeline.job.running.run import run_job
 
 _HOME = {
@@ -39,6 +41,7 @@ _HOME = {
     "Engine": "pipeline.engine.engine",
     "EngineConfig": "pipeline.engine.config",
     "Request": "pipeline.engine.request",
+    "RequestFailed": "pipeline.job.actor.row_function",
     "SamplingParams": "pipeline.engine.sampling_params",
     "Score": "pipeline.engine.tasks",
     "load_job": "pipeline.config",

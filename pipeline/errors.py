@@ -126,3 +126,4 @@ class RowError(StrEnum):
     CONTROL_TOKENS = "control_tokens"  # the text holds control tokens of the tokenizer, which a server would parse
     SERVER_ERROR = "server_error"  # each try ended with an error of the server, or an answer without the right form
     ENGINE_FAILURE = "engine_failure"  # the row repeatedly crashed the engine's process
+    ROW_FN_FAILED = "row_fn_failed"  # the function of `run_job(row_fn=...)` raised, or its result does not fit

@@ -160,12 +160,7 @@ def _with_server(job: JobKeys, server: ServerSection) -> Iterator[Contradiction]
 
 def _with_steps(job: JobKeys) -> Iterator[Contradiction]:
     """Check the steps, and that the first prompt can be followed by any."""
-    if job.task.type != "generate":
-        yield "steps", f"need a first prompt that generates text, the draft; the job's task is {job.task.type}"
-    if job.input.has_requests:
-        yield "steps", f"are not supported with input.format {job.input.format}, whose lines are the prompts"
-    if isinstance(job.sampling.n, FromColumn) or job.sampling.n != 1:
-        yield "sampling.n", "must be 1 with steps, which continue one answer of each row"
+    yield from of_several_requests(job, "steps")
     names = [step.name for step in job.steps]
     for i, step in enumerate(job.steps):
         at = f"steps[{i}]."
@@ -177,6 +172,16 @@ def _with_steps(job: JobKeys) -> Iterator[Contradiction]:
             reason = f"{step.repeat.from_step!r}: expected this step or an earlier one: {', '.join(names[: i + 1])}"
             yield f"{at}repeat.from", reason
         yield from _of_step(job, step, at)
+
+
+def of_several_requests(job: JobKeys, source: str) -> Iterator[Contradiction]:
+    """Check a job whose rows have several requests. source: their key."""
+    if job.task.type != "generate":
+        yield source, f"the first prompt must generate text, and the job's task is {job.task.type}"
+    if job.input.has_requests:
+        yield source, f"not supported with input.format {job.input.format}, whose lines are the prompts"
+    if isinstance(job.sampling.n, FromColumn) or job.sampling.n != 1:
+        yield "sampling.n", f"must be 1 with {source}: a row continues one answer"
 
 
 def _of_step(job: JobKeys, step: StepSection, at: str) -> Iterator[Contradiction]:

@@ -146,6 +146,13 @@ class Unit:
         """Return a column of OWN_FIELDS, even if a kept input column has the same name."""
         return self.table.column(self.table.num_columns - len(OWN_FIELDS) + _OWN_NAMES.index(name))
 
+    def with_own(self, name: str, values: Sequence[object]) -> "Unit":
+        """Return a copy with other values of a column of OWN_FIELDS."""
+        index = _OWN_NAMES.index(name)
+        array = pa.array(values, OWN_FIELDS[index].type)
+        at = self.table.num_columns - len(OWN_FIELDS) + index
+        return replace(self, table=self.table.set_column(at, OWN_FIELDS[index], array))
+
     def to_bytes(self) -> bytes:
         head = {b"window": str(self.window), b"index": str(self.index), b"of": str(self.num_units)}
         table = self.table.replace_schema_metadata(head)

@@ -1,4 +1,5 @@
 """Kill jobs of three steps, a repetition and a vote, and check every row: `python -m tests.faults.steps --kills 150`.
+With `--row-function` the jobs have a row function instead (`row_function.py`).
 
 A run is a process of its own over a fake engine, whose answers follow from prompt and seed. It is struck after a random
 time: the driver or the engine is killed, or the driver gets SIGTERM. Then the same command is repeated. At the end each
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,18 @@ STEPS: list[dict[str, Any]] = [
         "vote": {"n": 5, "stop_at": 0.6},
     },
 ]
-MAX_REQUESTS = 1 + 3 + 3 + 5  # of a row
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Flow of the rows of a job. sections: of its job file. driver: the module that runs it. max_requests: of a row.
+    expected: values of a row by its number. found: the same values in a row of the output."""
+
+    sections: dict[str, Any]
+    driver: str
+    max_requests: int
+    expected: Callable[[int], dict[str, Any]]
+    found: Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass
@@ -80,7 +93,7 @@ class Counts:
         )
 
 
-def expected(row: int) -> dict[str, Any]:
+def _expected(row: int) -> dict[str, Any]:
     """Return the values of a row, computed one after the other."""
 
     def generated(prompt: str, seed: int) -> str:
@@ -89,7 +102,7 @@ def expected(row: int) -> dict[str, Any]:
     def seed(name: str, attempt: int) -> int:
         return step_seed(0, "f0.parquet", row, name, attempt)
 
-    text, tokens = _text(row), tuple(tuple(label.encode()) for label in LABELS)
+    text, tokens = text_of_row(row), tuple(tuple(label.encode()) for label in LABELS)
     draft, label, checks, repairs = generated(f"Say {text}", row_seed(0, "f0.parquet", row)), "", 0, 0
     while label != " yes" and repairs <= 2:
         chosen = result_of(list(f"{text}: {draft}; ok?".encode()), Choice(tokens))
@@ -108,22 +121,35 @@ def expected(row: int) -> dict[str, Any]:
     return {"draft": draft, "check": (label, checks), "repair": repairs or None, "best": (best, most, len(samples))}
 
 
-def play(kills: int, seed: int, num_rows: int = 600, log=print) -> Counts:
+def _found(row: dict[str, Any]) -> dict[str, Any]:
+    check, repair, best = row["check"], row["repair"], row["best"]
+    return {
+        "draft": row["generated_text"],
+        "check": (check["label"], check["attempts"]),
+        "repair": repair and repair["attempts"],
+        "best": (best["generated_text"], best["votes"], best["attempts"]),
+    }
+
+
+STEPS_FLOW = Flow({"steps": STEPS}, "tests.job.drive", 1 + 3 + 3 + 5, _expected, _found)
+
+
+def play(kills: int, seed: int, num_rows: int = 600, log=print, flow: Flow = STEPS_FLOW) -> Counts:
     """Kill runs of jobs until `kills` of them were struck; check each finished job."""
     draw, counts = random.Random(seed), Counts()
     while counts.kills.total() < kills:
         with tempfile.TemporaryDirectory(prefix="steps-") as folder:
-            _play_job(Path(folder), num_rows, draw, kills, counts)
+            _play_job(Path(folder), flow, num_rows, draw, kills, counts)
         log(counts.text())
     return counts
 
 
-def _play_job(folder: Path, num_rows: int, draw: random.Random, kills: int, counts: Counts) -> None:
-    job, log_file = _write_job(folder, num_rows), folder / "computed.txt"
+def _play_job(folder: Path, flow: Flow, num_rows: int, draw: random.Random, kills: int, counts: Counts) -> None:
+    job, log_file = _write_job(folder, flow, num_rows), folder / "computed.txt"
     allowed = 0
     while True:
         with open(folder / "stderr.txt", "ab") as stderr:
-            command = [sys.executable, "-m", "tests.job.drive", str(job)]
+            command = [sys.executable, "-m", flow.driver, str(job)]
             run = subprocess.Popen(command, cwd=ROOT, stdout=stderr, stderr=stderr, start_new_session=True)
         counts.runs += 1
         kind = draw.choice(("driver", "driver", "engine", "SIGTERM"))
@@ -135,13 +161,13 @@ def _play_job(folder: Path, num_rows: int, draw: random.Random, kills: int, coun
         except subprocess.TimeoutExpired:
             if counts.kills.total() < kills and _strike(run, kind):
                 counts.kills[kind] += 1
-                allowed += UNITS_IN_FLIGHT * UNIT_ROWS * MAX_REQUESTS if kind == "driver" else SEQS
+                allowed += UNITS_IN_FLIGHT * UNIT_ROWS * flow.max_requests if kind == "driver" else SEQS
         code = run.wait(120)
         if code == 0:
             break
         ended = (-signal.SIGKILL, -signal.SIGTERM, Interrupted.exit_code)  # SIGTERM: after the end of the job
         assert code in ended, f"exit code {code}: {(folder / 'stderr.txt').read_text()[-3000:]}"
-    _check(folder, num_rows)
+    _check(folder, flow, num_rows)
     lines = log_file.read_text().split()
     duplicates = len(lines) - len(set(lines))
     assert duplicates <= allowed, f"{duplicates} requests were computed again, at most {allowed} may be"
@@ -165,14 +191,16 @@ def _num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def _text(row: int) -> str:
+def text_of_row(row: int) -> str:
     return f"text {row} " + "x" * (row % 13)
 
 
-def _write_job(folder: Path, num_rows: int) -> Path:
+def _write_job(folder: Path, flow: Flow, num_rows: int) -> Path:
     for name in ("in", "model"):
         (folder / name).mkdir()
-    table = pa.table({"id": pa.array(range(num_rows), pa.int64()), "text": [_text(row) for row in range(num_rows)]})
+    table = pa.table(
+        {"id": pa.array(range(num_rows), pa.int64()), "text": [text_of_row(row) for row in range(num_rows)]}
+    )
     pq.write_table(table, folder / "in" / "f0.parquet")
     fake = {"kinds": KINDS, "step_s": 0.01, "max_num_seqs": SEQS, "computed": str(folder / "computed.txt")}
     (folder / "model" / "config.json").write_text(json.dumps({"fake": fake}))
@@ -180,30 +208,24 @@ def _write_job(folder: Path, num_rows: int) -> Path:
     settings = {
         "input": {"path": str(folder / "in"), "columns": ["id"]},
         "prompt": {"template": "Say {text}"},
-        "steps": STEPS,
         "model": {"path": str(folder / "model")},
         "engine": {"device": "cpu", "max_num_seqs": SEQS},
         "sampling": {"max_tokens": 4},
         "output": {"path": str(folder / "out"), "rows_per_file": UNIT_ROWS},
         "run": {"drain_timeout": "5 s"},
+        **flow.sections,
     }
     (folder / "job.yaml").write_text(json.dumps(settings))
     return folder / "job.yaml"
 
 
-def _check(folder: Path, num_rows: int) -> None:
+def _check(folder: Path, flow: Flow, num_rows: int) -> None:
     parts = sorted((folder / "out").glob("part-*.parquet"))
     rows = [row for part in parts for row in pq.read_table(part).to_pylist()]
     assert sorted(row["id"] for row in rows) == list(range(num_rows)), "a row is lost or doubled"
     for row in rows:
-        check, repair, best = row["check"], row["repair"], row["best"]
-        found = {
-            "draft": row["generated_text"],
-            "check": (check["label"], check["attempts"]),
-            "repair": repair and repair["attempts"],
-            "best": (best["generated_text"], best["votes"], best["attempts"]),
-        }
-        assert (row["error"], found) == (None, expected(row["id"]))
+        assert row["error"] is None
+        assert flow.found(row) == flow.expected(row["id"])
     assert audit(PartStore(str(folder / "out")), deep=True, log=lambda text: None).sound
     assert (folder / "out" / "_SUCCESS").exists()
 
@@ -212,5 +234,11 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--row-function", action="store_true")
     arguments = parser.parse_args()
-    play(arguments.kills, arguments.seed)
+    if arguments.row_function:
+        from tests.faults.row_function import FLOW
+
+        play(arguments.kills, arguments.seed, flow=FLOW)
+    else:
+        play(arguments.kills, arguments.seed)

@@ -77,8 +77,8 @@ class ResultShape:
 
     samples: "lists" makes the columns of SAMPLED lists, "rows" adds SAMPLE_FIELD. reasoning: completions are split into
     reasoning and answer. tool_calls: the model may call tools. task_fields: columns of a job that does not generate;
-    they replace OF_COMPLETIONS and exclude the other options. steps: columns of the job's steps. dropped_by: the job
-    has a condition; that column is the last one.
+    they replace OF_COMPLETIONS and exclude the other options. steps: columns of the job's steps. returned: those of its
+    row function. dropped_by: the job has a condition; that column is the last one.
     """
 
     samples: SampleForm = "one"
@@ -88,6 +88,7 @@ class ResultShape:
     tool_calls: bool = False
     task_fields: tuple[pa.Field, ...] | None = None
     steps: tuple[pa.Field, ...] = ()
+    returned: tuple[pa.Field, ...] = ()
     dropped_by: bool = False
 
     def fields(self) -> list[pa.Field]:
@@ -102,7 +103,8 @@ class ResultShape:
             **dict.fromkeys(REASONING_FIELDS, self.reasoning),
             TOOL_CALLS_FIELD: self.tool_calls,
         }
-        fields = [*RESULT_FIELDS, *(f for f, is_included in more.items() if is_included), *self.steps, *dropped]
+        included = (f for f, is_included in more.items() if is_included)
+        fields = [*RESULT_FIELDS, *included, *self.steps, *self.returned, *dropped]
         if self.samples == "lists":
             return [f.with_type(pa.list_(f.type)) if f.name in SAMPLED else f for f in fields]
         return fields

@@ -37,7 +37,7 @@ class OwnEngine:
         def readers() -> list[RowReader]:
             tokenizer = load_factory(self.tokenizer)(config.model, job.chat_template)
             first = job.tokenize(tokenizer, spec.date, quality_sample=job.config.quality.sample)
-            return [first, *(step.tokenize(tokenizer, spec.date) for step in job.steps)]
+            return [first, *(prompt.tokenize(tokenizer, spec.date) for prompt in job.prompts[1:])]
 
         return child, readers
 

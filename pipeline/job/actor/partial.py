@@ -74,14 +74,14 @@ def remove_all(store: PartStore) -> None:
 
 def _raw(done: Completion) -> dict[str, Any]:
     if isinstance(done, RowOfSteps):  # its other fields follow from its requests
-        return {"runs": [{**vars(run), "completion": _raw(run.completion)} for run in done.runs]}
+        return {"runs": [{**vars(run), "completion": _raw(run.completion)} for run in done.runs], "error": done.error}
     return {**asdict(done), "result": to_plain(done.result)}
 
 
 def _completion(raw: dict[str, Any], row_id: int) -> Completion:
     if "runs" in raw:
         runs = [StepRun(**{**run, "completion": _completion(run["completion"], row_id)}) for run in raw["runs"]]
-        return RowOfSteps.of_runs(row_id, runs)
+        return RowOfSteps.of_runs(row_id, runs, error=raw.get("error"))
     quality, samples = raw.get("quality"), raw.get("samples", ())
     logprobs, of_prompt = (
         None if found is None else [token_logprobs(t) for t in found]

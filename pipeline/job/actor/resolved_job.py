@@ -31,8 +31,11 @@ from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
 from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.endpoint_rows import EndpointRows
+from pipeline.job.actor.row_function import RowFunction
 from pipeline.job.actor.tasks import JobTask
 from pipeline.job.actor.tokenize import Chat, RowTokenizer, Tokenize, chat_of
+
+PROMPT = "prompt"  # column of the prompts that a row function makes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +97,7 @@ class ResolvedJob(ResolvedPrompt):
     """A resolved job."""
 
     steps: tuple[ResolvedStep, ...] = ()
+    row_fn: RowFunction | None = None
     model: Path | None  # the folder of the checkpoint on this machine; None: only a server knows the model
     draft: Path | None
     adapters: Mapping[str, Path]  # folders of the adapters that rows may use, by name
@@ -120,8 +124,22 @@ class ResolvedJob(ResolvedPrompt):
 
     @property
     def prompts(self) -> tuple[ResolvedPrompt, ...]:
-        """The job's first prompt, and those of its steps."""
-        return self, *self.steps
+        """The job's first prompt, and those of its steps or its row function."""
+        if self.row_fn is None:
+            return self, *self.steps
+        chat = self.prompt.chat
+        prompt = PromptSection(column=PROMPT) if chat is None else PromptSection(messages=PROMPT, chat=chat)
+        made = ResolvedPrompt(
+            config=self.config,
+            prompt=prompt,
+            sampling=self.sampling,
+            task_section=self.task_section,
+            task=None,
+            params=self.params,
+            units=UnitSpec(prompt_spec(self.config, prompt)),
+            results=self.results,
+        )
+        return self, made
 
     def engine_config(self, num_threads: int | None = None) -> EngineConfig:
         """Return the config of this project's engine."""
@@ -189,9 +207,10 @@ def result_shape(
     sampling: SamplingSection,
     task_fields: tuple[pa.Field, ...] | None = None,
     steps: tuple[pa.Field, ...] = (),
+    returned: tuple[pa.Field, ...] = (),
 ) -> ResultShape:
-    """Return the shape of the result columns. task_fields: result columns of a task; None for generation. steps: their
-    columns."""
+    """Return the shape of the result columns. task_fields: result columns of a task; None for generation. steps,
+    returned: columns of the steps, and of the row function."""
     of_requests = config.input.has_requests and config.task.type == "generate"
     return ResultShape(
         "rows" if config.output.samples_as == "rows" else "one" if sampling.n == 1 else "lists",
@@ -202,6 +221,7 @@ def result_shape(
         task_fields=task_fields,
         dropped_by=config.input.when is not None or config.output.accept is not None,
         steps=steps,
+        returned=returned,
     )
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from pipeline.config.sections.steps import DRAFT
 from pipeline.data.conditions import Condition
-from pipeline.data.units import OWN_FIELDS, Unit, one_unit
+from pipeline.data.units import Unit, one_unit
 from pipeline.endpoint.spec import EndpointRequest
 from pipeline.engine.completion import Completion
 from pipeline.engine.final_check import checked
@@ -40,21 +40,22 @@ class RunId(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRun:
-    """Finished request of a row."""
+    """Finished request of a row. step: as in `RunId`, or with a row function a digest of the prompt."""
 
-    step: int
+    step: int | str
     attempt: int
     completion: Completion
 
 
 @dataclass(frozen=True)
 class RowOfSteps(Completion):
-    """Result of a row with steps. Tokens and times are those of all its requests, the other fields those of the draft.
-    runs: its finished requests in order. columns: values of all steps' columns. draft: the latest text; None without
-    one."""
+    """Result of a row with several requests. Tokens and times are those of all of them, the other fields those of the
+    draft. runs: its finished requests in order. columns: values of all steps' columns. returned: values of a row
+    function. draft: the latest text; None without one."""
 
     runs: tuple[StepRun, ...] = ()
     columns: Mapping[str, dict[str, Any] | None] = field(default_factory=dict)
+    returned: Mapping[str, Any] = field(default_factory=dict)
     draft: str | None = None
 
     @classmethod
@@ -64,32 +65,37 @@ class RowOfSteps(Completion):
         runs: Sequence[StepRun],
         draft: Completion | None = None,
         columns: Mapping[str, dict[str, Any] | None] | None = None,
-        failed_step: str = "",
+        *,
+        returned: Mapping[str, Any] | None = None,
+        error: str | None = None,
+        error_message: str | None = None,
     ) -> "RowOfSteps":
-        """Sum up the requests of a row. failed_step: name of the step that ended it with an error."""
+        """Sum up the requests of a row. error, error_message: of the row. Without an error, those of its requests that
+        failed count as lost."""
         done = [run.completion for run in runs]
-        first, failed = done[0], _first_failed(done)
+        counted = [one for one in done if error is not None or one.error is None]
+        lost = _computed(done if error is not None else (one for one in done if one.error is not None))
+        first = done[0] if done else Completion(row_id, [], "", "stop", 0)
         base = draft or first
-        lost = (0, 0) if failed is None else _computed(done)
-        message = failed and failed.error_message
         own = {
             "row_id": row_id,
             "token_ids": [],
-            "finish_reason": base.finish_reason if failed is None else "error",
-            "num_prompt_tokens": sum(one.num_prompt_tokens for one in done),
-            "num_cached_tokens": sum(one.num_cached_tokens for one in done),
-            "token_count": sum(one.num_tokens for one in done),
-            "error": failed and failed.error,
-            "error_message": f"step {failed_step}: {message}" if failed_step else message,
+            "finish_reason": "error" if error is not None else "stop" if draft is None else draft.finish_reason,
+            "num_prompt_tokens": sum(one.num_prompt_tokens for one in counted),
+            "num_cached_tokens": sum(one.num_cached_tokens for one in counted),
+            "token_count": sum(one.num_tokens for one in counted),
+            "error": error,
+            "error_message": error_message,
             "queued_us": first.queued_us,
             "first_token_us": first.first_token_us,
-            "last_token_us": max(one.last_token_us for one in done),
+            "last_token_us": max((one.last_token_us for one in done), default=0),
             "num_lost_prompt_tokens": lost[0],
             "num_lost_generated_tokens": lost[1],
-            "quality": first.quality,
+            "quality": next((one.quality for one in done if one.quality is not None), None),
         }
         values = {f.name: getattr(base, f.name) for f in fields(Completion)} | own
-        return cls(**values, runs=tuple(runs), columns=columns or {}, draft=None if draft is None else draft.text)
+        text = None if draft is None else draft.text
+        return cls(**values, runs=tuple(runs), columns=columns or {}, returned=returned or {}, draft=text)
 
 
 def _first_failed(done: Iterable[Completion]) -> Completion | None:
@@ -113,7 +119,7 @@ class _RowState:
     and the text of `RowTexts` of its open requests."""
 
     index: int
-    kept: dict[tuple[int, int], Completion]
+    kept: dict[tuple[int | str, int], Completion]
     at: int = 0
     num_open: int = 1
     passed: int = 0
@@ -255,9 +261,13 @@ class RowsOfSteps:
 
     def _end(self, row: _RowState) -> None:
         del self._rows[row.index]
-        failed_step = self._job.steps[row.at - 1].section.name if row.has_failed and row.at else ""
         columns = {name: row.columns.get(name) for name in self._step_fields}
-        self._ended.append(RowOfSteps.of_runs(row.index, row.runs, row.draft, columns, failed_step))
+        failed = _first_failed(run.completion for run in row.runs)
+        error, message = (failed.error, failed.error_message) if failed is not None else (None, None)
+        if failed is not None and row.at:
+            message = f"step {self._job.steps[row.at - 1].section.name}: {message}"
+        done = RowOfSteps.of_runs(row.index, row.runs, row.draft, columns, error=error, error_message=message)
+        self._ended.append(done)
 
     def _requests(self, step: int, rows: list[_RowState]) -> tuple[list[AnyRequest], list[_RowState]]:
         """Return the requests to send for this step of rows, and the rows whose requests have all finished: refused
@@ -351,8 +361,7 @@ class RowsOfSteps:
         if not step.prompt.continues_chat:
             return unit
         chats = [self._continued(row, prompt) for row, prompt in zip(rows, unit.own("_prompt").to_pylist())]
-        at = unit.table.num_columns - len(OWN_FIELDS) + _PROMPT
-        return replace(unit, table=unit.table.set_column(at, OWN_FIELDS[_PROMPT], pa.array(chats, pa.string())))
+        return unit.with_own("_prompt", chats)
 
     def _columns(self, names: Iterable[str], rows: list[_RowState]) -> dict[str, Any]:
         """Return columns of rows by name: the draft, results of steps, and columns of the input."""
@@ -390,4 +399,3 @@ def _turn(role: str, content: str) -> dict[str, Any]:
 
 
 SEED = "\0seed"  # column with the seed of each request; no input column has this name
-_PROMPT = [f.name for f in OWN_FIELDS].index("_prompt")

@@ -26,6 +26,7 @@ from pipeline.job.actor.byte_room import ByteRoom
 from pipeline.job.actor.copies import copied, first_equal_rows
 from pipeline.job.actor.partial import PartialUnits
 from pipeline.job.actor.resolved_numerics import agree
+from pipeline.job.actor.rows_of_function import RowsOfFunction
 from pipeline.job.actor.steps import RowsOfSteps
 from pipeline.job.actor.work_spec import WorkSpec
 from pipeline.job.actor.write import PartWriter, row_stats
@@ -63,10 +64,11 @@ class Worker:
         self._job = spec.job
         self._image_room = ByteRoom(MAX_IMAGE_BYTES)
         self._extra_body = spec.engine.extra_body if isinstance(spec.engine, EndpointConfig) else {}
-        self._copies_rows = config.run.copy_equal_rows and all(
+        greedy = (
             step.task is not None or self._extra_body.get("temperature", step.params.temperature) == 0
             for step in spec.job.steps
         )
+        self._copies_rows = config.run.copy_equal_rows and spec.job.row_fn is None and all(greedy)
         self._again, self._sample, self._run_id = spec.again, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint, self.note)
         self._write = PartWriter(
@@ -166,8 +168,9 @@ class Worker:
     ) -> tuple[list[Completion], list[Completion]]:
         """Return the completions of `requests` after their final check, which runs here to save engine time, and what
         is known of rows between two steps. kept: results of an earlier run for some of them."""
-        if self._job.steps:
-            rows = RowsOfSteps(self._job, self._readers, unit, kept)
+        if self._job.steps or self._job.row_fn is not None:
+            kind = RowsOfSteps if self._job.row_fn is None else RowsOfFunction
+            rows = kind(self._job, self._readers, unit, kept)
             self._supervisor.generate_steps(rows.begin(requests), rows)
             return list(rows.finished()), list(rows.unfinished())
         known = {completion.row_id for completion in kept}

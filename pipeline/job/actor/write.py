@@ -178,6 +178,8 @@ class PartWriter:
             columns.append([self._own(one, lambda sample: sample.tool_calls) for one in each])
         for step in self._results.steps:
             columns.append([c.columns.get(step.name) if isinstance(c, RowOfSteps) else None for c in done])
+        for field in self._results.returned:
+            columns.append([c.returned.get(field.name) if isinstance(c, RowOfSteps) else None for c in done])
         schema = output_schema(kept.schema, self._rename, self._results)
         results = [
             c if isinstance(c, pa.ChunkedArray | pa.Array) else pa.array(c, schema.field(kept.num_columns + i).type)
@@ -267,7 +269,7 @@ def row_stats(unit: Unit, completions: list[Completion]) -> RowStats:
         reasoned=reasoned,
         copied=CopiedRows(len(copies), sum(copies)),
         images=sum(images[c.row_id] for c in completed),  # type: ignore[index]
-        steps=_steps([c for c in completed if isinstance(c, RowOfSteps)]),
+        steps=_steps([c for c in completed if isinstance(c, RowOfSteps) and c.columns]),
     )
 
 

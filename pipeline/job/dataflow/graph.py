@@ -31,6 +31,7 @@ import pyarrow as pa
 import ray
 import ray.data
 import ray.exceptions
+from ray import cloudpickle
 from ray.data import ActorPoolStrategy, DataContext, Datasource, ExecutionResources, ReadTask, TaskPoolStrategy
 from ray.data.block import BlockMetadata
 from ray.data.context import AutoscalingConfig
@@ -39,8 +40,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pipeline.data.files.source_file import SourceFile
 from pipeline.data.source import narrowed
 from pipeline.data.units import Unit
-from pipeline.errors import EnvironmentFailed, PipelineError
+from pipeline.errors import ConfigError, EnvironmentFailed, PipelineError
 from pipeline.job.actor.actor_registry import ActorRegistry, Order, Placement
+from pipeline.job.actor.row_function import RowFunction
 from pipeline.job.actor.work_spec import WorkSpec
 from pipeline.job.actor.worker import Worker
 from pipeline.job.dataflow.block_stats import forget_blocks
@@ -173,6 +175,7 @@ class Dataflow:
 
     def __init__(self, spec: FlowSpec, run_began_us: int) -> None:
         """Start or join Ray. `run_began_us`: on this process's clock. Raises EnvironmentFailed."""
+        _check_function(spec.work.job.row_fn)
         self._spec = spec
         self._summaries: queue.SimpleQueue[UnitSummary | PipelineError | None] = queue.SimpleQueue()
         self._started_ray = _connect(spec)
@@ -247,6 +250,17 @@ class Dataflow:
             self._summaries.put(_typed(error))
         else:
             self._summaries.put(None)
+
+
+def _check_function(row_fn: RowFunction | None) -> None:
+    """Raise ConfigError if a row function cannot be sent to engine actors."""
+    try:
+        cloudpickle.dumps(row_fn)  # type: ignore[attr-defined]
+    except Exception as error:
+        raise ConfigError(
+            f"row_fn: cannot be sent to engine actors, which are processes of their own ({type(error).__name__}: "
+            f"{error}). Create locks, clients and open files in the function, not around it"
+        ) from error
 
 
 def _connect(spec: FlowSpec) -> bool:

@@ -84,11 +84,12 @@ def fingerprint(
     chat_template: str | None = None,
     later_files: Collection[str] = (),
     adapters: Mapping[str, Mapping[str, str]] | None = None,
+    row_fn: Mapping[str, Any] | None = None,
 ) -> Fingerprint:
     """Return the fingerprint of a job. `model`: digests by file name; `device`: the resolved `engine.device`, without
     an index; `reads_date`: the chat template can print the date; `chat_template`: the text of the job file's own;
     `later_files`: names of appended files, which are not part of the identity; `adapters`: the digests of the adapters
-    that rows may use, by file name."""
+    that rows may use, by file name; `row_fn`: the identity of the row function."""
     files = {name: digest for name, digest in file_digests(source).items() if name not in later_files}
     identities, all_numerics = [], []
     for only_set in (False, True):
@@ -96,6 +97,8 @@ def fingerprint(
         if adapters:
             of_rows = config.model.model_dump(mode="json", include={"adapter"})["adapter"]
             identity["adapters"] = _from_json({"of_rows": of_rows, "files": dict(adapters)})
+        if row_fn is not None:
+            identity["row_fn"] = dict(row_fn)
         if chat_template is not None:
             identity["prompt"]["chat"]["template"] = hashlib.sha256(chat_template.encode()).hexdigest()[:32]
         numerics = _from_json(numerics_of(config, only_set))

@@ -16,6 +16,7 @@ from pipeline.config.identity import window_bytes
 from pipeline.data.output.parts import DoneUnits, PartName
 from pipeline.data.source import InputWindow, Source, cut_windows
 from pipeline.job.actor.resolved_job import ResolvedJob
+from pipeline.job.actor.row_function import RowFunction
 from pipeline.job.actor.rows_again import NO_ROWS, RowsAgain
 from pipeline.job.dataflow.spec import WindowTask
 from pipeline.job.planning.appended import Batches
@@ -55,10 +56,11 @@ def make_plan(
     log: Log = silent,
     retries: RetryCounts | None = None,
     append: bool = False,
+    row_fn: RowFunction | None = None,
 ) -> JobPlan:
-    """Plan a job from its input's footers and the model's files. device: the resolved `engine.device`. say, retries,
-    append: see `resolve_job`. Raises subclasses of UserError."""
-    return plan_of(resolve_job(config, log=log, retries=retries, append=append), device)
+    """Plan a job from its input's footers and the model's files. device: the resolved `engine.device`. The others: see
+    `resolve_job`. Raises subclasses of UserError."""
+    return plan_of(resolve_job(config, log=log, retries=retries, append=append, row_fn=row_fn), device)
 
 
 def plan_of(found: Resolution, device: str) -> JobPlan:
@@ -84,6 +86,7 @@ def plan_of(found: Resolution, device: str) -> JobPlan:
             chat_template=template,
             later_files=batches.later_files,
             adapters={name: adapter_digest(folder) for name, folder in job.adapters.items()},
+            row_fn=None if job.row_fn is None else job.row_fn.to_identity(),
         ),
         device=device,
     )

@@ -16,7 +16,7 @@ import pyarrow as pa
 from pipeline.checkpoints.chat_template import ADVICE, has_template, read_template
 from pipeline.checkpoints.locate import model_kind
 from pipeline.config import FromColumn, JobConfig
-from pipeline.config.contradictions import contradiction_of_lines
+from pipeline.config.contradictions import contradiction_of_lines, of_several_requests
 from pipeline.config.requests import prompt_of, sampling_of
 from pipeline.config.sections.prompt import PromptSection
 from pipeline.config.sections.sampling import SamplingSection
@@ -25,7 +25,7 @@ from pipeline.data.columns import is_list, is_text
 from pipeline.data.conditions import Condition
 from pipeline.data.files.listing import would_find
 from pipeline.data.output.parts import PartStore
-from pipeline.data.output.result_columns import ResultShape, output_schema, without_dropped_by
+from pipeline.data.output.result_columns import RESULT_NAMES, ResultShape, output_schema, without_dropped_by
 from pipeline.data.prompts import PromptSpec
 from pipeline.data.requests.input_checks import Requests
 from pipeline.data.row_texts import RowTexts
@@ -43,6 +43,7 @@ from pipeline.job.actor.resolved_job import (
     sampling_params,
     unit_spec,
 )
+from pipeline.job.actor.row_function import RowFunction
 from pipeline.job.actor.task_of_job import classify_task, embed_task, plain_task
 from pipeline.job.actor.tasks import EmbedTask, JobTask
 from pipeline.job.planning.appended import Batches
@@ -126,11 +127,13 @@ class Resolution:
         log: Log = silent,
         retries: RetryCounts | None = None,
         append: bool = False,
+        row_fn: RowFunction | None = None,
     ) -> None:
         """log: receives the values taken from the checkpoint and the request fields without effect. retries: counts
-        retried requests to stores. append: accept input files that are new since the first run."""
+        retried requests to stores. append: accept input files that are new since the first run. row_fn: makes the
+        requests of each row."""
         self.config, self._locate, self._log = config, locate, log
-        self._retries, self._append = retries, append
+        self._retries, self._append, self._row_fn = retries, append, row_fn
         self.batches = Batches()
         self.prompt, self.task_section = config.prompt, config.task
         self.requests = self.reference = None
@@ -176,6 +179,7 @@ class Resolution:
             units=self.units,
             results=self.results,
             steps=self.steps,
+            row_fn=self._row_fn,
         )
 
     def _storage(self, path: str) -> dict[str, Any]:
@@ -293,6 +297,18 @@ class Resolution:
         if not failed:
             self.kept = kept
         yield from failed
+
+    def row_function(self) -> Iterator[PipelineError]:
+        """Check that the job can have a row function."""
+        if self._row_fn is None:
+            return
+        if self.config.steps:
+            yield ConfigError("steps: a job with row_fn makes all requests there; remove them, or row_fn", key="steps")
+        for key, reason in of_several_requests(self.config, "row_fn"):
+            yield ConfigError(f"{key}: {reason}")
+        for field in self._row_fn.columns:
+            if field.name in (*self.kept, *RESULT_NAMES):
+                raise ConfigError(f"columns of row_fn: the output has a column {field.name!r}; choose another name")
 
     def prompts_of_steps(self) -> Iterator[PipelineError]:
         """Check what the prompts of steps refer to."""
@@ -417,6 +433,9 @@ class Resolution:
     def rows(self) -> None:
         self.params = sampling_params(self.sampling)
         read = dict.fromkeys(name for prompt in self.step_prompts for name in prompt.columns)
+        if self._row_fn is not None:  # its rows have the kept columns, and these
+            images = self.prompt.images
+            read = dict.fromkeys(name for name in self.spec.columns if name not in (*self.kept, *images))
         tokens = max_new_tokens(self.config.steps)
         self.units = unit_spec(self.config, self.spec, self.texts, self.params, self.kept, tuple(read), tokens)
 
@@ -425,7 +444,8 @@ class Resolution:
         task = self.task if self.knows("task") else None
         of_task = None if self.config.task.type == "generate" else () if task is None else task.fields
         columns = tuple(prompt.field for prompt in self.step_prompts)
-        self.results = result_shape(self.config, self.sampling, of_task, columns)
+        returned = () if self._row_fn is None else self._row_fn.columns
+        self.results = result_shape(self.config, self.sampling, of_task, columns, returned)
 
     def output_columns(self) -> None:
         fields = [self.source.kept.field(name) for name in self.kept]
@@ -451,6 +471,7 @@ OF_ROWS = (
     JobCheck("prompt", Resolution.row_texts),
     JobCheck("input.columns", Resolution.columns),
     JobCheck("steps", Resolution.prompts_of_steps),
+    JobCheck("input.columns", Resolution.row_function),
     JobCheck("model.revision", Resolution.revision),
     JobCheck("model.path", Resolution.checkpoint),
     JobCheck("model.path", Resolution.limits),
@@ -481,11 +502,16 @@ OF_JOB = (
 
 
 def resolve_job(
-    config: JobConfig, *, log: Log = silent, retries: RetryCounts | None = None, append: bool = False
+    config: JobConfig,
+    *,
+    log: Log = silent,
+    retries: RetryCounts | None = None,
+    append: bool = False,
+    row_fn: RowFunction | None = None,
 ) -> Resolution:
     """Resolve a job for a run, downloading checkpoints. log: receives progress and the values taken from files.
-    retries, append: see `Resolution`. Raises the first failure."""
-    return Resolution(config, Fetched(log, retries), log, retries, append).checked(OF_JOB)
+    retries, append, row_fn: see `Resolution`. Raises the first failure."""
+    return Resolution(config, Fetched(log, retries), log, retries, append, row_fn).checked(OF_JOB)
 
 
 def resolve_rows(config: JobConfig, table: Columns, log: Log) -> ResolvedJob:

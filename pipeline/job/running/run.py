@@ -8,9 +8,11 @@ plan (nothing written) -> claim the output -> one listing -> the remaining units
 import contextlib
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+
+import pyarrow as pa
 
 from pipeline.config import JobConfig
 from pipeline.config.identity import free_of
@@ -28,6 +30,7 @@ from pipeline.errors import (
 from pipeline.job.actor.backends import backend_of
 from pipeline.job.actor.partial import remove_all
 from pipeline.job.actor.resolved_numerics import RESOLVED
+from pipeline.job.actor.row_function import RowFn, RowFunction
 from pipeline.job.actor.rows_again import Kind, RowsAgain
 from pipeline.job.actor.work_spec import Backend
 from pipeline.job.dataflow.spec import WindowTask
@@ -66,6 +69,9 @@ from pipeline.stores.retries import RetryCounts
 def run_job(
     config: JobConfig,
     *,
+    row_fn: RowFn | None = None,
+    version: str | None = None,
+    columns: Mapping[str, pa.DataType | str] | None = None,
     accept_numerics: bool = False,
     retry_failed: bool = False,
     redo: Sequence[Kind] = (),
@@ -77,6 +83,9 @@ def run_job(
     metrics: str | None = None,
 ) -> RunReport:
     """Run or resume a job until its output is complete. For a finished job only the report is rebuilt.
+
+    `row_fn(row, generate)`, an async function, makes the requests of each row, by awaiting `generate(prompt, ...)`, and
+    returns the values of `columns`, or None. `version` identifies its code.
 
     `retry_failed` recomputes the error rows of the output, `redo` its rows of these kinds under other limits. `append`
     accepts input files that are new since the first run. With `sample`, only that many rows are computed and saved for
@@ -90,6 +99,7 @@ def run_job(
     """
     if not isinstance(config, JobConfig):
         raise ConfigError(f"run_job({config!r:.80}): expected a job, as in run_job(load_job('my.yaml'))")
+    function = RowFunction.from_arguments(row_fn, version, columns)
     if sample is not None and (retry_failed or redo):
         other = "--retry-failed" if retry_failed else "--redo"
         raise ConfigError(f"--sample and {other}: expected only one of them, since a sample writes no parts")
@@ -100,7 +110,7 @@ def run_job(
         phase = "planning"
         try:
             started_ns, retries, logs = time.monotonic_ns(), RetryCounts(), logs or LogOptions()
-            plan, store = _plan(config, accept_numerics, retry_failed, redo, append, show, retries)
+            plan, store = _plan(config, function, accept_numerics, retry_failed, redo, append, show, retries)
             left = _Left.from_plan(plan, store)
             begun = unfinished(store) if left.has_missing else check_same(store, plan.again)
             if sample is not None and left.tasks:
@@ -174,6 +184,7 @@ def run_job(
 
 def _plan(
     config: JobConfig,
+    row_fn: RowFunction | None,
     accept_numerics: bool,
     retry_failed: bool,
     redo: Sequence[Kind],
@@ -187,7 +198,7 @@ def _plan(
     def log(activity: str) -> None:
         show(Status(phase=f"planning: {activity}"))
 
-    plan = make_plan(config, resolve_device(config), log=log, retries=retries, append=append)
+    plan = make_plan(config, resolve_device(config), log=log, retries=retries, append=append, row_fn=row_fn)
     store = PartStore(config.output.path, storage_for(config.output.path, config.storage_options), retries)
     forget_samples_of_another_job(store, plan.fingerprint)
     if retry_failed or redo:

@@ -15,13 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import ray
 from ray.data.block import BlockStats
 
 from pipeline.data.output.parts import DoneUnits, PartStore
 from pipeline.data.units import Unit
-from pipeline.errors import ModelError
+from pipeline.errors import ConfigError, ModelError
 from pipeline.job.dataflow.graph import Windows, _connect, block_of, units_of
 from pipeline.job.dataflow.reading import read_units
 from pipeline.job.planning.actor_specs import flow_spec
@@ -67,6 +68,29 @@ def test_windows_units_and_actors_give_each_row_once(job, local_ray):
     assert report.tokens.generated == report.work.computed_generated_tokens
     assert record["resolved"]["max_num_seqs"] == 8
     assert {"planning", "starting Ray", "running", "verifying", "finished"} <= {s.phase for s in statuses}
+
+
+def test_a_row_function_with_its_surroundings_is_sent_to_the_actors(job, local_ray):
+    job.rows(TEXTS[:30])
+    lock, suffix = threading.Lock(), "of this test"
+
+    async def locked(row, generate):
+        with lock:
+            return None
+
+    async def flow(row, generate):
+        done = await generate(f"{row['text']} {suffix}")
+        return {"process": os.getpid(), "tokens": done.num_prompt_tokens}
+
+    with pytest.raises(ConfigError, match=r"row_fn: cannot be sent .*lock.* in the function"):
+        run_job(job.config(), backend=FAKES, row_fn=locked, version="1")
+    other = job.config(output={"path": str(job.folder / "other")})
+    run_job(other, backend=FAKES, row_fn=flow, version="1", columns={"process": "int64", "tokens": "int32"})
+    rows = [row for part in (job.folder / "other").glob("part-*") for row in pq.read_table(part).to_pylist()]
+    assert [row["tokens"] for row in sorted(rows, key=lambda row: row["id"])] == [
+        len(f"{t} {suffix}") for t in TEXTS[:30]
+    ]
+    assert os.getpid() not in {row["process"] for row in rows}
 
 
 def test_every_unit_that_is_left_is_a_row_and_a_block_of_its_own(job, local_ray, without_ray):

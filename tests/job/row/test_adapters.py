@@ -65,6 +65,17 @@ def test_rows_equal_those_of_jobs_with_one_adapter_each(adapter_job: Job) -> Non
     assert results(adapter_job, model=by_column) == mixed
 
 
+def test_prompts_of_a_row_function_use_the_adapter_of_their_row(adapter_job: Job) -> None:
+    async def again(row, generate):
+        own, made = await generate(), await generate(f"Say {row['text']}")
+        return {"same": own.text == made.text}
+
+    config = adapter_job.config(model={"adapter": {"column": "style"}}, input={"limit": 4})
+    run_job(config, row_fn=again, version="1", columns={"same": "bool"})
+    rows = [row for part in adapter_job.parts() for row in pq.read_table(part).to_pylist()]
+    assert [row["same"] for row in rows] == [True] * 4
+
+
 def test_an_adapter_is_part_of_the_identity(adapter_job: Job) -> None:
     def digest(**model: object) -> str:
         return make_plan(adapter_job.config(model=model), "cpu").fingerprint.digest

@@ -528,7 +528,7 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([{**VOTE, "vote": {"n": 1}}], {}, "steps[0].vote.n: expected at least 2"),
     ([{**VOTE, "vote": {"n": 8, "stop_at": 1.5}}], {}, "steps[0].vote.stop_at: expected at most 1"),
     ([GENERATE], {"prompt": {"template": "{text}", "continues_chat": True}}, "has no effect in the first prompt"),
-    ([GENERATE], {"task": "score", "sampling": {}}, "steps: need a first prompt that generates text"),
+    ([GENERATE], {"task": "score", "sampling": {}}, "steps: the first prompt must generate text"),
     ([GENERATE], {"sampling": {"n": 2, "temperature": 1.0}}, "sampling.n: must be 1 with steps"),
     ([{**GENERATE, "name": f"s{i}"} for i in range(33)], {}, "steps"),
     ([5], {}, "steps[0]: expected `key: value` lines; got 5"),
