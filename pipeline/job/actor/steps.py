@@ -125,7 +125,7 @@ class _RowState:
     passed: int = 0
     runs: list[StepRun] = field(default_factory=list)
     columns: dict[str, dict[str, Any]] = field(default_factory=dict)
-    repetitions: Counter[str] = field(default_factory=Counter)  # by step
+    repetitions: Counter[int] = field(default_factory=Counter)  # by step
     draft: Completion | None = None
     turns: list[dict[str, Any]] = field(default_factory=list)
     question: str = ""
@@ -209,55 +209,60 @@ class RowsOfSteps:
         """Return the next requests of rows whose last ones have finished, and end rows without one."""
         to_send: list[AnyRequest] = []
         while rows:
-            by_step: dict[int, list[_RowState]] = {}
-            for row in rows:
-                step = self._next_step(row)
-                if step is None:
-                    self._end(row)
-                else:
-                    by_step.setdefault(step, []).append(row)
-            rows = []
+            by_step, rows = self._next_steps(rows), []
             for step, some in by_step.items():
                 requests, finished = self._requests(step, some)
                 to_send += requests
                 rows += finished
         return to_send
 
-    def _next_step(self, row: _RowState) -> int | None:
-        """Return the row's last step if its vote is not settled, else the step after it, or None if the row ends.
-        Skipped steps count as passed."""
-        at = row.at
-        if at and not row.has_failed and self._num_samples(at, row):
-            return at
-        while not row.has_failed:
-            passed = self._job.steps[at - 1] if at else None
-            if passed is not None and self._is_repeated(passed, row):
-                row.repetitions[passed.section.name] += 1
-                at = self._index[passed.section.repeat.from_step]  # type: ignore[union-attr]
+    def _next_steps(self, rows: list[_RowState]) -> dict[int, list[_RowState]]:
+        """Return the rows by their next step: the last one if its vote is not settled, else one after it. End rows
+        without one. Skipped steps count as passed."""
+        found: dict[int, list[_RowState]] = {}
+        passed: dict[int, list[_RowState]] = {}  # by the step
+        for row in rows:
+            if row.has_failed:
+                self._end(row)
             else:
-                at += 1
-            if at > len(self._job.steps):
-                return None
-            when = self._job.steps[at - 1].when
-            if when is None or self._is_met(when, row):
-                row.at, row.passed = at, len(row.runs)
-                return at
-        return None
+                is_open = row.at and self._num_samples(row.at, row)
+                (found if is_open else passed).setdefault(row.at, []).append(row)
+        while passed:
+            at, some = passed.popitem()
+            for step, reached in self._after(at, some).items():
+                if step > len(self._job.steps):
+                    for row in reached:
+                        self._end(row)
+                    continue
+                for row, is_met in zip(reached, self._met(self._job.steps[step - 1].when, reached), strict=True):
+                    if is_met:
+                        row.at, row.passed = step, len(row.runs)
+                    (found if is_met else passed).setdefault(step, []).append(row)
+        return found
+
+    def _after(self, at: int, rows: list[_RowState]) -> dict[int, list[_RowState]]:
+        """Return the rows by the step that they reach after this one: another one, or the first to repeat."""
+        repeat = self._job.steps[at - 1].section.repeat if at else None
+        if repeat is None:
+            return {at + 1: rows}
+        found: dict[int, list[_RowState]] = {}
+        for row, is_met in zip(rows, self._met(self._job.steps[at - 1].until, rows), strict=True):
+            is_repeated = not is_met and row.repetitions[at] < repeat.at_most
+            row.repetitions[at] += is_repeated
+            found.setdefault(self._index[repeat.from_step] if is_repeated else at + 1, []).append(row)
+        return found
 
     def _num_samples(self, step: int, row: _RowState) -> int:
         """Return the number of samples that the step's vote needs next; 0 if it is settled, or there is none."""
         vote = self._job.steps[step - 1].section.vote
         return 0 if vote is None else num_needed(vote.n, vote.stop_at, [_answer(one) for one in row.samples()])
 
-    def _is_repeated(self, step: ResolvedStep, row: _RowState) -> bool:
-        repeat, until = step.section.repeat, step.until
-        if repeat is None or until is None or row.repetitions[step.section.name] == repeat.at_most:
-            return False
-        return not self._is_met(until, row)
-
-    def _is_met(self, condition: Condition, row: _RowState) -> bool:
-        columns = self._columns(condition.columns, [row])
-        return condition.met(pa.Table.from_arrays([*columns.values()], [*columns]))[0]
+    def _met(self, condition: Condition | None, rows: list[_RowState]) -> list[bool]:
+        """Return whether rows meet the condition, if there is one."""
+        if condition is None:
+            return [True] * len(rows)
+        columns = self._columns(condition.columns, rows)
+        return condition.met(pa.Table.from_arrays([*columns.values()], [*columns]))
 
     def _end(self, row: _RowState) -> None:
         del self._rows[row.index]
