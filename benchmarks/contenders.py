@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -143,7 +143,7 @@ class PeerTask:
     dense_model: folder with unquantized weights; equals `model` unless that is AWQ. work_folder: for the peer's own
     conversions of the checkpoint. max_num_seqs: None uses the peer's default. shared_prefixes: whether prompts share a
     prefix, so that a prefix cache helps. eos_token_ids: stop requests that do not ignore EOS. device: cpu, cuda or
-    cuda:N. performance_mode: vLLM's; None uses its default.
+    cuda:N. options: of vLLM's `LLM`.
     """
 
     model: str
@@ -158,7 +158,7 @@ class PeerTask:
     device: str
     max_num_seqs: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    performance_mode: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_peer(text: str) -> tuple[str, str]:

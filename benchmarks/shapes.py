@@ -167,12 +167,24 @@ def bench_model(name: str, folder: str | None = None, log: Callable[[str], None]
     return BenchModel(target, f"shape {name}, {kind}, vocabulary {shape.vocab:,}")
 
 
+def shape_config(name: str) -> Path:
+    """Return the folder of a shape without its weights, for engines that draw their own."""
+    target = cache_root() / "bench" / f"{name}-{_digest(SHAPES[name])}-config"
+    if not target.is_dir():
+        _write_atomically(target, lambda folder: _write_config(folder, SHAPES[name], awq=False))
+    return target
+
+
 def write_shape(folder: Path, shape: Shape, awq: bool) -> None:
     """Write config, weights and tokenizer of a shape into an empty folder."""
+    _write_config(folder, shape, awq)
+    _write_shards(folder, _tensors(shape, awq))
+
+
+def _write_config(folder: Path, shape: Shape, awq: bool) -> None:
     folder.joinpath("config.json").write_text(json.dumps(shape.config(awq), indent=2))
     folder.joinpath("generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
     _write_tokenizer(folder, shape.vocab)
-    _write_shards(folder, _tensors(shape, awq))
 
 
 def dequantized(folder: Path, dtype: torch.dtype, log: Callable[[str], None] = lambda text: None) -> Path:

@@ -4,7 +4,8 @@
     python -m benchmarks.gpu --output /tmp/smoke --device cpu --smoke
 
 Sections run one after another, each in its own process with a time limit, the least known results first. After each
-section report.txt and figures.json are rewritten. traces.tar holds traces of steps, log.txt the output of all sections.
+section report.txt and figures.json are rewritten. traces.tar holds traces of steps, clocks.csv the card's clocks and
+power, log.txt the output of all sections.
 Needs torch, triton, numpy, transformers, pyyaml and safetensors. `pytest -m gpu tests/gpu` tests the kernels.
 """
 
@@ -26,8 +27,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.clocks import ClockLog
 from benchmarks.gpu.experts import expert_times
-from benchmarks.gpu.jobs import AS_SERVED, SETS, jobs, peer_jobs
+from benchmarks.gpu.jobs import AS_SERVED, FP8, SETS, jobs, peer_jobs
 from benchmarks.gpu.kernels import kernel_times
 from benchmarks.gpu.linears import linear_times
 from benchmarks.gpu.offload import offload_times
@@ -40,6 +42,7 @@ from pipeline.machine.host import package_versions
 
 MODELS, SMOKE_MODELS = ("llama3-8b-awq", "qwen3-0.6b"), ("tiny-awq", "tiny")
 MACHINE = "machine"
+PROMPT_BOUND = ("classification", "summaries")  # sets whose time is spent in large steps
 MIN_S = 10.0  # remaining budget needed to start a section
 RESERVE_S = 8.0  # part of the budget kept for ending the last section
 
@@ -80,23 +83,30 @@ def checkpoints(setting: Setting, models: Sequence[str]) -> Iterator[Found]:
 
 
 def plan(models: Sequence[str], is_smoke: bool) -> list[Task]:
-    """Return all kinds of sections for the first model, and steps and one job per variant for the others."""
+    """Return all kinds of sections for the first model, and steps and some jobs for the others."""
     large, *small = models
+
+    def job(model: str, variant: str, names: Sequence[str], limit_s: float) -> Task:
+        words = () if variant == AS_SERVED and model == large else variant.replace(",", "").split()
+        return Task("-".join(("jobs", model, *words)), partial(jobs, names=names, variant=variant), model, limit_s)
+
     tasks = [
+        Task(f"linears-{large}", linear_times, large, 120, False),
+        job(large, AS_SERVED, SETS, 240),
+        job(large, FP8, SETS[: 1 if is_smoke else None], 240),
         Task(f"kernels-{large}", kernel_times, large, 90, False),
-        Task(f"linears-{large}", linear_times, large, 90, False),
-        Task(f"experts-{large}", expert_times, large, 60, False),
         Task(f"steps-{large}", step_times, large, 120),
-        Task(f"jobs-{large}", partial(jobs, names=SETS, variant=AS_SERVED), large, 240),
+        Task(f"experts-{large}", expert_times, large, 60, False),
         Task(f"offload-{large}", offload_times, large, 120),
     ]
-    variants = [(large, variant) for variant in ("fp8 cache", "fp8 activations")]
+    if not is_smoke:
+        tasks[2:2] = [job(large, variant, PROMPT_BOUND, 90) for variant in ("4,096 tokens", "8,192 tokens")]
+        tasks += [job(large, variant, SETS[:1], 90) for variant in ("fp8 cache", "fp8 activations")]
     for model in small:
         tasks.append(Task(f"steps-{model}", step_times, model, 90))
-        variants += [(model, variant) for variant in (AS_SERVED, "64 rows", "64 rows, prompts by kernel")]
-    for model, variant in variants[: 1 if is_smoke else None]:
-        run = partial(jobs, names=SETS[:1], variant=variant)
-        tasks.append(Task(f"jobs-{model}-{variant.replace(',', '').replace(' ', '-')}", run, model, 90))
+        if not is_smoke:
+            variants = AS_SERVED, "64 rows", "64 rows, prompts by kernel"
+            tasks += [job(model, variant, SETS[:1], 90) for variant in variants]
     return tasks
 
 
@@ -111,6 +121,7 @@ class Session:
         options.output.mkdir(parents=True, exist_ok=True)
         for name in ("report.txt", "figures.json", "log.txt", "traces.tar"):
             (options.output / name).unlink(missing_ok=True)
+        self.clocks = ClockLog(options.output / "clocks.csv")
         self.setting = Setting(
             model=options.model[0],
             device=find_device(options.device),
@@ -121,6 +132,12 @@ class Session:
     def run(self) -> int:
         """Run all tasks. Returns the exit code: 1 if a section failed or was ended."""
         models, wanted = self.options.model, self.options.sections
+        try:
+            return self._sections(models, wanted)
+        finally:
+            self.clocks.close()
+
+    def _sections(self, models: Sequence[str], wanted: Sequence[str]) -> int:
         self._run(Task(MACHINE, machine, models[0], 60))
         rates = self.found.get(MACHINE, Found()).figures.get("rates")
         if rates is None:
@@ -149,7 +166,7 @@ class Session:
                 return iter([Found("skipped: vLLM is not installed; install it or pass --peer vllm=PYTHON")])
             return peer_jobs(setting, SETS, python or sys.executable, ours_s)
 
-        return Task(f"peers-{model}", run, model, 400)
+        return Task(f"peers-{model}", run, model, 560)
 
     def _left_s(self) -> float:
         return self.began + self.options.budget - RESERVE_S - time.monotonic()
@@ -165,8 +182,12 @@ class Session:
             self._finish(self._start(task), task.limit_s)
 
     def _finish(self, running: RunningSection, limit_s: float) -> None:
+        began = time.time()
         outcome = running.wait(min(limit_s, self._left_s()), self.began)
-        self.found[running.name] = running.found
+        found = self.found[running.name] = running.found
+        if clocks := self.clocks.summary(began):
+            found.figures["clocks"] = clocks
+            found.text += f"\nclocks under load: {json.dumps(clocks)}"
         self._record(outcome)
 
     def _record(self, outcome: Outcome) -> None:

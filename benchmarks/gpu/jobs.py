@@ -16,7 +16,7 @@ from benchmarks.gpu.section import Found, Setting, launch_mixed_steps
 from benchmarks.measure import facts_to_text, table
 from benchmarks.request_sets import RequestSet, find_set, run_requests
 from benchmarks.shape_costs import Moment, job_bytes, job_flops, tail_seconds
-from benchmarks.shapes import bench_model
+from benchmarks.shapes import NAMES, bench_model, shape_config
 from pipeline.engine.config import EngineConfig
 from pipeline.engine.engine import Engine
 from pipeline.engine.startup.memory import free_cpu_bytes
@@ -27,7 +27,6 @@ from pipeline.roofline.kv_pages import KVPages
 
 SETS = ("generation", "summaries", "classification", "shared", "single")
 SMOKE_BY = 256, 16  # divisors of the sets' requests and tokens
-VLLM_MODES = (None, "throughput")  # None: its defaults
 
 
 @dataclass(frozen=True)
@@ -38,16 +37,24 @@ class Variant:
     prepare: Callable[[Engine], object] = lambda engine: None
 
 
-AS_SERVED = "as served"
+AS_SERVED, FP8 = "as served", "fp8"
 VARIANTS = {
     AS_SERVED: Variant(),
     "prompts by kernel": Variant(prepare=launch_mixed_steps),
+    FP8: Variant({"activation_dtype": "fp8", "kv_cache_dtype": "fp8"}),
+    "4,096 tokens": Variant({"max_num_batched_tokens": 4096}),
+    "8,192 tokens": Variant({"max_num_batched_tokens": 8192}),
     "fp8 cache": Variant({"kv_cache_dtype": "fp8"}),
     "fp8 activations": Variant({"activation_dtype": "fp8"}),
     "512 rows, 8,192 tokens": Variant({"max_num_seqs": 512, "max_num_batched_tokens": 8192}),
     "64 rows": Variant({"max_num_seqs": 64}),
     "64 rows, prompts by kernel": Variant({"max_num_seqs": 64}, launch_mixed_steps),
 }
+
+
+VLLM = {"vllm": {}, "vllm, throughput": {"performance_mode": "throughput"}}
+# Options of vLLM's own fp8, which it makes of 16-bit weights; random ones need no files.
+VLLM_FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8", "load_format": "dummy"}
 
 
 @dataclass(frozen=True)
@@ -160,9 +167,9 @@ def _bound_s(work: RequestSet, engine: Engine, setting: Setting) -> float:
 
 
 def peer_jobs(setting: Setting, names: Sequence[str], python: str, ours_s: Mapping[str, float]) -> Iterator[Found]:
-    """Run the sets with vLLM in each mode.
+    """Run the sets with vLLM in each mode, and a shape's sets in its fp8 too.
 
-    ours_s: request set -> seconds of this engine. python: of an environment in which `import vllm` works.
+    ours_s: request set -> seconds of this engine as served. python: of an environment in which `import vllm` works.
     """
     found, sets, config = Found(), _sets(setting, names), read_config(bench_model(setting.model).folder)
     folder = bench_model(setting.model).folder.resolve()
@@ -181,9 +188,12 @@ def peer_jobs(setting: Setting, names: Sequence[str], python: str, ours_s: Mappi
         sets=requests,
     )
     lines, walls_s = list[str](), dict[str, dict[str, float]]()
-    for mode in VLLM_MODES:
-        name = "vllm" if mode is None else f"vllm, {mode}"
-        with found.case(name), Peer("vllm", python, replace(task, performance_mode=mode)) as peer:
+    tasks = {name: replace(task, options=options) for name, options in VLLM.items()}
+    if setting.model in NAMES:
+        dense = str(shape_config(setting.model.removesuffix("-awq")))
+        tasks["vllm, fp8"] = replace(task, model=dense, dense_model=dense, quantized=False, options=VLLM_FP8)
+    for name, each_task in tasks.items():
+        with found.case(name), Peer("vllm", python, each_task) as peer:
             lines.append(f"{setting.model}, {name} ({facts_to_text(peer.settings)}), alone on the card:")
             for each in sets:
                 wall_s = peer.run_set(each.name).wall_s

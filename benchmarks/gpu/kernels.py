@@ -19,6 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu.section import Found, Setting
 from benchmarks.measure import table
+from pipeline.kernels.attention_input import AttentionInput
+from pipeline.kernels.delta_net import DeltaWeights, StateCache
+from pipeline.kernels.delta_shape import DeltaNet
 from pipeline.kernels.linears import InputKernels
 from pipeline.kernels.select import select_kernels
 from tests.gpu.inputs import Heads, paged_step, random_fp8, random_int4
@@ -34,7 +37,8 @@ class Sizes:
     """Input sizes.
 
     tokens: of elementwise kernels. rows: of sampling. decoding: (sequences, context). prompts: (prompts, tokens).
-    shared: (sequences, context, shared tokens of the context).
+    shared: (sequences, context, shared tokens of the context). summed: tokens of a residual and what is added. states:
+    (sequences, tokens of each) of a Gated DeltaNet.
     """
 
     tokens: tuple[int, ...]
@@ -42,6 +46,8 @@ class Sizes:
     decoding: tuple[tuple[int, int], ...]
     prompts: tuple[tuple[int, int], ...]
     shared: tuple[tuple[int, int, int], ...]
+    summed: tuple[int, ...]
+    states: tuple[tuple[int, int], ...]
 
 
 FULL = Sizes(
@@ -50,8 +56,11 @@ FULL = Sizes(
     ((1, 1024), (16, 1024), (64, 1024), (256, 1024), (512, 512), (64, 4096)),
     ((1, 512), (11, 735), (4, 2048), (1, 8192)),
     ((64, 2176, 2048), (835, 2176, 2048)),
+    (512, 4096, 16_384),
+    ((1, 1), (64, 1), (256, 1), (64, 5), (11, 735), (4, 2048)),
 )
-SMOKE = Sizes((16,), (4,), ((4, 100),), ((2, 60),), ((4, 200, 128),))
+SMOKE = Sizes((16,), (4,), ((4, 100),), ((2, 60),), ((4, 200, 128),), (16,), ((2, 1), (2, 20)))
+STATES, SMOKE_STATES = DeltaNet(16, 32, 128, 128, 4), DeltaNet(2, 4, 16, 16, 4)  # the first as in Qwen3.5-9B
 
 
 @dataclass(frozen=True)
@@ -167,6 +176,9 @@ class Layer:
             yield from (
                 partial(work, tokens, form) for form in forms for work in (self.rounded_norm, self.rounded_gate)
             )
+        yield from (partial(self.summed, tokens) for tokens in sizes.summed)
+        shape = SMOKE_STATES if sizes is SMOKE else STATES
+        yield from (partial(self.delta_net, shape, *size) for size in sizes.states)
 
     def normal(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, device=self.device, generator=self.random).to(self.dtype)
@@ -224,6 +236,51 @@ class Layer:
         x_TH, residual_TH, weight_H = (self.normal(*n, self.size.hidden) for n in ((tokens,), (tokens,), ()))
         variants = {SERVED: partial(self.kernels.add_rms_norm, x_TH, residual_TH, weight_H, EPS)}
         return Work("add_rms_norm", f"{tokens:,} tokens", 4.0 * x_TH.nbytes, 0.0, variants)
+
+    def summed(self, tokens: int) -> Work:
+        """Run `o`, and add its outputs to the residual and norm the sum: apart, or added by the product. Variants add
+        to their own copies of the residual, again in each run, so only the first results are compared."""
+        _, inputs, width = self.size.linears()[1]
+        x_TK, weight_NK, weight_H = (
+            self.normal(tokens, inputs),
+            self.normal(width, inputs) * inputs**-0.5,
+            self.normal(width),
+        )
+        residual_TH = self.normal(tokens, width)
+
+        def apart(residual_TH: torch.Tensor) -> torch.Tensor:
+            return self.kernels.add_rms_norm(F.linear(x_TK, weight_NK), residual_TH, weight_H, EPS)[0]
+
+        def by_product(residual_TH: torch.Tensor) -> torch.Tensor:
+            return self.kernels.rms_norm(residual_TH.addmm_(x_TK, weight_NK.T).clone(), weight_H, EPS)
+
+        calls = {SERVED: apart, "addmm": by_product}
+        variants = {name: partial(call, residual_TH.clone()) for name, call in calls.items()}
+        flops = 2.0 * tokens * inputs * width
+        return Work("o, add, norm", f"{tokens:,} tokens", 4.0 * residual_TH.nbytes + weight_NK.nbytes, flops, variants)
+
+    def delta_net(self, shape: DeltaNet, sequences: int, tokens: int) -> Work:
+        """Compute the first `tokens` tokens of sequences, or one more after them if it is one."""
+        heads, count = shape.num_value_heads, sequences * tokens
+        qkvz_TX, ba_TX = self.normal(count, shape.num_channels + shape.num_outputs), self.normal(count, 2 * heads)
+        drawn = [self.normal(*size).float() for size in ((shape.conv_width, shape.num_channels), (heads,), (heads,))]
+        conv_WC, decay_V, dt_bias_V = drawn
+        ones_D = torch.ones(shape.value_dim, device=self.device)
+        weights = DeltaWeights(shape, conv_WC, -decay_V.abs(), dt_bias_V, ones_D)
+        cache = StateCache.allocate(sequences, shape, self.dtype, self.device)
+        step = AttentionInput(
+            query_start_S1=np.arange(0, count + 1, tokens, dtype=np.int32),
+            context_len_S=np.full(sequences, tokens, dtype=np.int32),
+            block_table_SM=np.zeros((sequences, 1), dtype=np.int32),
+            slot_mapping_T=torch.zeros(count, dtype=torch.int64, device=self.device),
+            block_size=1,
+            state_slot_S=np.arange(sequences),
+        )
+        variants = {SERVED: partial(self.kernels.delta_net, qkvz_TX, ba_TX, weights, EPS, cache, step)}
+        out_bytes = qkvz_TX.nbytes * shape.num_outputs / qkvz_TX.shape[1]
+        num_bytes = qkvz_TX.nbytes + ba_TX.nbytes + out_bytes + 2.0 * cache.state_LVKD.nbytes
+        flops = 6.0 * count * shape.key_dim * shape.num_outputs
+        return Work("delta_net", f"{sequences:,} of {tokens:,}", num_bytes, flops, variants)
 
     def gate(self, tokens: int) -> Work:
         gate_up = self.normal(tokens, 2 * self.size.intermediate)

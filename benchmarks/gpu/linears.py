@@ -22,10 +22,11 @@ from pipeline.kernels.select import select_kernels
 from pipeline.weights.packed import DenseWeight, GroupIntWeight, LinearWeight
 from tests.gpu.inputs import random_int4
 
-TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192, 16_384)
 SMOKE_TOKENS = (1, 32)
 DENSE, FUSED, CACHED, SCRATCH, SERVED, TORCH_INT4 = "16 bit", "int4 fused", "cached", "scratch", "served", "torch int4"
 MAX_TOKENS = {TORCH_INT4: 64, FUSED: 1024}  # limits of paths for few tokens; others have none
+PIECES = (2048, 4096)  # rows of large products in pieces, which stay in the L2 cache
 LAYER = "layer"  # all linears together
 BEHIND = 1.05  # the served path is reported if it is slower than the best by this factor
 
@@ -92,6 +93,7 @@ def linear_paths(
 ) -> dict[str, Callable[[], Linear | None]]:
     """Return path -> a function that packs the weight for it, or returns None if unsupported."""
     paths: dict[str, Callable[[], Linear | None]] = {DENSE: lambda: prepare_linear(weight, dtype, device)}
+    paths |= {f"in {rows:,}": partial(in_pieces, weight, rows, dtype, device) for rows in PIECES}
     if device.type == "cuda":
         from pipeline.kernels.triton import batch_invariant
         from pipeline.kernels.triton.linear.dispatch import DequantBuffer, TwoPathLinear
@@ -108,6 +110,19 @@ def linear_paths(
     if isinstance(weight, GroupIntWeight):
         paths |= {name: lambda form=form: form.prepare(weight) for name, form in kernels.rounded.items()}
     return paths | {SERVED: lambda: kernels.prepare_linear(weight)}
+
+
+def in_pieces(weight: LinearWeight, rows: int, dtype: torch.dtype, device: torch.device) -> Linear:
+    """Return the 16-bit linear as products of up to `rows` rows, which write into one output."""
+    weight_KN = weight.dequantize(dtype).to(device).T
+
+    def call(x_MK: torch.Tensor) -> torch.Tensor:
+        out_MN = x_MK.new_empty(len(x_MK), weight_KN.shape[1])
+        for first in range(0, len(x_MK), rows):
+            torch.mm(x_MK[first : first + rows], weight_KN, out=out_MN[first : first + rows])
+        return out_MN
+
+    return call
 
 
 def torch_int4(weight: GroupIntWeight, device: torch.device) -> Linear:

@@ -3,6 +3,7 @@
 The largest number of rows comes first. Prompts are computed once, and rows are aborted for the next point, so contexts
 grow by a few dozen tokens from point to point. At each point some steps are timed by the clock, some are traced, and
 some are mixed with a new prompt: first as served (captured if the engine captures such steps), then kernel by kernel.
+In the end a step of as many prompt tokens as a step may have is timed and traced.
 """
 
 import gzip
@@ -33,8 +34,9 @@ from pipeline.engine.sampling_params import SamplingParams
 ROWS, CONTEXTS = (1, 8, 32, 64, 128, 256, 512), (256, 1024)
 SMOKE_ROWS, SMOKE_CONTEXTS = (1, 2), (20,)
 PROMPT = 64  # tokens of the prompt in a mixed step
+LARGE, SMOKE_LARGE = 735, 20  # tokens of each prompt in the largest step
 NUM_SETTLE = 3  # steps before the timed steps of a point
-NUM_TIMED, NUM_TRACED, NUM_MIXED, NUM_MIXED_TRACED = 12, 8, 6, 2
+NUM_TIMED, NUM_TRACED, NUM_MIXED, NUM_MIXED_TRACED, NUM_LARGE = 12, 8, 6, 2, 4
 MIXED = "mixed step"
 OUTPUT = 384  # max tokens of a row: more than all points together generate
 SEED = 3
@@ -62,6 +64,11 @@ def step_times(setting: Setting) -> Iterator[Found]:
                     found.text = f"{head}\n{steps_to_text(times)}"
                     found.figures["steps"] = [asdict(step) for step in times]
                     yield found
+        with found.case("largest step"):
+            large = bench.largest_step(SMOKE_LARGE if setting.is_smoke else LARGE)
+            found.text += f"\n{large.to_text()}"
+            found.figures["largest_step"] = asdict(large)
+            yield found
 
 
 class Phases:
@@ -106,6 +113,23 @@ class StepTime:
     mixed_s: float
     mixed: tuple[Window, ...] = ()
     by_kernel_s: float | None = None
+
+
+@dataclass(frozen=True)
+class LargestStep:
+    """Time of a step of `tokens` prompt tokens, and of sampling a token of each prompt. traced: None without a card."""
+
+    prompts: int
+    tokens: int
+    wall_s: float
+    traced: Traced | None
+
+    def to_text(self) -> str:
+        lines = [f"{self.prompts} prompts, {self.tokens:,} tokens in a step: {self.wall_s * 1e3:.2f} ms"]
+        if self.traced is not None:
+            lines.append(f"busy {self.traced.busy_s * 1e3:.2f} ms, by kernel:")
+            lines += [f"  {seconds * 1e3:9.4f} {name}" for name, seconds in self.traced.kernels.items()]
+        return "\n".join(lines)
 
 
 class StepBench:
@@ -160,6 +184,22 @@ class StepBench:
             () if windows is None else tuple(windows.windows(MIXED)),
             by_kernel_s,
         )
+
+    def largest_step(self, length: int) -> LargestStep:
+        """Measure a step of prompts of `length` tokens, of an idle engine."""
+        most = int(self._engine.resolved["max_num_batched_tokens"])
+        count = min(most // length, self._engine.table.num_slots)
+
+        def run() -> None:
+            for _ in range(count):
+                self._add(length, 1)
+            while self._engine.has_unfinished:
+                self._engine.step()
+
+        run()  # compiles
+        wall_s = self._timed(NUM_LARGE, run)
+        trace = self._traced(f"{self._name}-largest", 1, run)
+        return LargestStep(count, count * length, wall_s, None if trace is None else trace.steps(1))
 
     def _add(self, prompt: int, output: int) -> object:
         tokens = self._random.integers(FIRST_TOKEN, self._engine.runner.vocab_size, prompt).tolist()

@@ -19,8 +19,9 @@ def load(task):
 
     import vllm  # pyright: ignore[reportMissingImports]
 
-    options = {"max_num_seqs": task["max_num_seqs"], "performance_mode": task["performance_mode"]}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = dict(task["options"])
+    if task["max_num_seqs"] is not None:
+        options["max_num_seqs"] = task["max_num_seqs"]
     llm = vllm.LLM(
         model=task["model"],
         dtype=task["dtype"],

@@ -7,6 +7,9 @@ import pytest
 import torch
 
 from pipeline.kernels.adapters import AdapterTokens
+from pipeline.kernels.attention_input import AttentionInput
+from pipeline.kernels.delta_net import DeltaWeights, StateCache
+from pipeline.kernels.delta_shape import DeltaNet
 from pipeline.kernels.experts import LoopedExperts
 from pipeline.kernels.linears import InputKernels
 from pipeline.kernels.reference import reference_kernels
@@ -117,6 +120,39 @@ def test_adapters(target: Target) -> None:
             its(expected, x_TK.float(), tokens)
             ours(y_TN, x_TK, tokens)
             assert close(target, (y_TN, expected)), (n, k, num_tokens)
+
+
+@TARGETS
+@torch.inference_mode()
+def test_delta_net(target: Target) -> None:
+    """Prompts, single tokens and drafts, with states that lag behind the steps."""
+    size = 128 if target.device.type == "cuda" else 16
+    shape, kernels, exact = (
+        DeltaNet(2, 4, size, size, 4),
+        target.kernels(),
+        reference_kernels(torch.float32, target.device),
+    )
+    heads, num_sequences = shape.num_value_heads, 5
+    norm_D, conv_WC = (target.normal(*sizes).float() for sizes in ((size,), (4, shape.num_channels)))
+    decay_V, dt_bias_V = -target.normal(heads).float().abs(), target.normal(heads, 1)[:, 0].float()
+    weights = DeltaWeights(shape, conv_WC, decay_V, dt_bias_V, norm_D)
+    caches = [StateCache.allocate(8, shape, dtype, target.device) for dtype in (target.dtype, torch.float32)]
+    done_S = np.zeros(num_sequences, dtype=np.int64)
+    for counts in ((1, 5, 9, 64, 200), (1,) * 5, (4, 1, 8, 2, 30), (1,) * 5):
+        done_S += counts
+        qkvz_TX = target.normal(sum(counts), shape.num_channels + shape.num_outputs)
+        ba_TX = target.normal(sum(counts), 2 * heads)
+        step = AttentionInput(
+            query_start_S1=np.append(0, np.cumsum(counts)).astype(np.int32),
+            context_len_S=done_S.astype(np.int32),
+            block_table_SM=np.zeros((num_sequences, 1), dtype=np.int32),
+            slot_mapping_T=torch.zeros(sum(counts), dtype=torch.int64, device=target.device),
+            block_size=1,
+            state_slot_S=np.array([6, 0, 3, 7, 1]),
+        )
+        ours = kernels.delta_net(qkvz_TX, ba_TX, weights, EPS, caches[0], step)
+        its = exact.delta_net(qkvz_TX.float(), ba_TX.float(), weights, EPS, caches[1], replace(step, plans={}))
+        assert close(target, (ours, its)), counts
 
 
 @TARGETS
