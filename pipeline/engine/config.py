@@ -24,6 +24,7 @@ class EngineConfig:
     each step copies them to the GPU, see `pipeline/model/offload.py`. The draft model's weights stay on the GPU.
     kv_cache_dtype: "none" is the compute dtype, "fp8" 8 bits and a scale for each token and KV head, also in the draft
     model's cache (see kernels/cache.py); "auto" is "fp8" if the checkpoint declares it, else "none".
+    state_dtype: "float32" or "bfloat16", of the states of Gated DeltaNet layers (see kernels/delta_net.py).
     kernels: "auto", "cpu" (numba, oneDNN), "triton" (NVIDIA GPUs) or "reference" (plain torch, slow).
     activation_dtype: "none" is `dtype`; "fp8" rounds the inputs of quantized linears to float8_e4m3fn, and weights that
     are not stored in it, which can change tokens (see `kernels/activations/fp8.py`): it is faster on NVIDIA GPUs from
@@ -57,6 +58,7 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     cpu_offload_gb: float = 0.0
     kv_cache_dtype: str = "auto"
+    state_dtype: str = "float32"
     activation_dtype: str = "auto"
     kernels: str = "auto"
     deterministic: bool = False

@@ -28,7 +28,7 @@ from pipeline.engine.startup.memory import (
     offload_plan,
     weight_bytes,
 )
-from pipeline.engine.startup.resolve import quantized_on_load, resolve_kv_dtype, resolve_kv_pages
+from pipeline.engine.startup.resolve import quantized_on_load, resolve_kv_dtype, resolve_kv_pages, with_state_dtype
 from pipeline.errors import ConfigError, ModelError
 from pipeline.kernels.activations.act_quant import NOT_ROUNDED, Activations, resolve_activations
 from pipeline.kernels.activations.fp8 import MIN_CAPABILITY
@@ -118,9 +118,9 @@ class ServedModel:
 
     @classmethod
     def read(cls, folder: Path, engine: EngineConfig) -> "ServedModel":
-        """Read the model in `folder` as `engine` loads it. Raises ConfigError if it does not support the quantization
-        or the activations."""
-        config = quantized_on_load(read_config(folder), engine.quantization)
+        """Read the model in `folder` as `engine` loads it. Raises ConfigError if it does not support the quantization,
+        the activations or the type of states."""
+        config = with_state_dtype(quantized_on_load(read_config(folder), engine.quantization), engine.state_dtype)
         with suppress(ModelError):  # the weights are in a store, or broken
             config = as_stored(config, folder)
         resolve_activations(engine.activation_dtype, config.quantization, (), engine.deterministic)

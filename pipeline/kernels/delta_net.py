@@ -8,7 +8,7 @@ with its neighbours. A token does, with decay g = -exp(A) softplus(a + dt) and r
     S <- exp(g) S            S <- S + k (beta (v - S^T k))^T            o = S^T q / sqrt(Dk)
 
 The output is silu(z) * norm(o). Everything is computed in float32, token after token, so the results do not depend on
-the steps in which a prompt is computed.
+the steps in which a prompt is computed, unless states are kept in bfloat16: each step that advances a state rounds it.
 
 **States lag.** A step may be undone and computed again, and its drafts rejected, but a state cannot be taken back. So a
 step of at most `MAX_LAG` tokens of a sequence leaves its state as it was before them and keeps their inputs; the next
@@ -50,7 +50,7 @@ class StateCache:
     """States of one layer. inputs_LPC: of the token at position p at p % P: its channels, then b and a of each value
     head. num_applied_LV: tokens that the state contains."""
 
-    state_LVKD: torch.Tensor  # float32
+    state_LVKD: torch.Tensor  # float32 or bfloat16
     inputs_LPC: torch.Tensor  # in the model's type
     num_applied_LV: torch.Tensor  # int32
 
@@ -59,7 +59,7 @@ class StateCache:
         num_inputs = shape.num_channels + 2 * shape.num_value_heads
         state = num_slots, shape.num_value_heads, shape.key_dim, shape.value_dim
         return cls(
-            zeros(state, torch.float32, device),
+            zeros(state, getattr(torch, shape.state_dtype), device),
             zeros((num_slots, NUM_INPUTS, num_inputs), dtype, device),
             zeros((num_slots, shape.num_value_heads), torch.int32, device),
         )
@@ -117,7 +117,9 @@ def delta_net(
         conv_CN = F.conv1d(conv_CN[None], weights.conv_WC.t()[:, None], groups=num_channels)[0]
         channels_NC, (b_NV, a_NV) = F.silu(conv_CN.t()), inputs_NX[:, num_channels:].chunk(2, dim=1)
         new = slice(applied - max(applied - width + 1, 0), None)  # the others are only seen by the convolution
-        state_VKD = cache.state_LVKD[slot].clone() if applied else torch.zeros_like(cache.state_LVKD[slot])
+        state_VKD = torch.zeros_like(cache.state_LVKD[slot], dtype=torch.float32)
+        if applied:
+            state_VKD.copy_(cache.state_LVKD[slot])
         out_NVD, state_at_start = _recur(
             shape, channels_NC[new], b_NV[new], a_NV[new], weights, state_VKD, start - applied
         )

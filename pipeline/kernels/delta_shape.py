@@ -6,17 +6,20 @@ MAX_LAG = 8
 """Tokens of a sequence in a step up to which its state lags."""
 NUM_INPUTS = 16
 """Kept inputs of a state: those of a step that lags, and those that its convolution sees before."""
+STATE_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Shape of a layer. key_dim, value_dim: values of a head. conv_width: tokens that the convolution sees."""
+    """Shape of a layer. key_dim, value_dim: values of a head. conv_width: tokens that the convolution sees.
+    state_dtype: of kept states, one of STATE_DTYPES."""
 
     num_key_heads: int
     num_value_heads: int
     key_dim: int
     value_dim: int
     conv_width: int
+    state_dtype: str = "float32"
 
     @property
     def num_channels(self) -> int:
@@ -30,4 +33,5 @@ class DeltaNet:
     def state_bytes(self, input_bytes: int) -> int:
         """Return the bytes of a sequence's state. input_bytes: of a number in the model's type."""
         inputs = NUM_INPUTS * (self.num_channels + 2 * self.num_value_heads)
-        return 4 * self.num_outputs * self.key_dim + input_bytes * inputs + 4
+        value_bytes = 4 if self.state_dtype == "float32" else 2
+        return value_bytes * self.num_outputs * self.key_dim + input_bytes * inputs + 4

@@ -1,5 +1,7 @@
 """Gated DeltaNet: all sets of kernels, over steps that are undone, rejected and repeated, against the plain formula."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,12 +56,41 @@ def formula(qkvz_TX: torch.Tensor, ba_TX: torch.Tensor, weights: DeltaWeights) -
     return out_TVD
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("on", SETS, ids=lambda on: f"{on.kernels.__name__.split('.')[-2]}-{on.dtype}")
-def test_outputs_are_those_of_the_formula_however_steps_cut_and_repeat_tokens(on: Served, shape: DeltaNet) -> None:
-    """Rows of random slots compute runs of tokens in steps. Up to 8 tokens of a step may be rejected afterwards, and a
-    step may run twice; longer runs are kept."""
-    rng, num_rows, length = np.random.default_rng(shape.key_dim), 3, 40
+class Step(NamedTuple):
+    """Tokens of rows that are computed together. can_repeat: the step may run twice."""
+
+    rows: np.ndarray
+    tokens: list[np.ndarray]
+    attn_metadata: AttentionInput
+    can_repeat: bool
+
+    def inputs(self, of_rows_RTX: torch.Tensor) -> torch.Tensor:
+        return torch.cat([of_rows_RTX[row, at] for row, at in zip(self.rows.tolist(), self.tokens)])
+
+
+def drawn_steps(rng: np.random.Generator, num_rows: int, length: int, num_slots: int) -> Iterator[Step]:
+    """Draw steps that compute all tokens of rows in random slots. Up to 8 tokens of a step may be rejected afterwards,
+    and a step may run twice; longer runs are kept."""
+    slot_R, done_R = rng.permutation(num_slots)[:num_rows], np.zeros(num_rows, dtype=np.int64)
+    while (done_R < length).any():
+        rows = rng.permutation(np.flatnonzero(done_R < length))
+        most = np.minimum(length - done_R[rows], rng.choice([1, MAX_LAG, 2 * MAX_LAG]))
+        count_S = rng.integers(1, most + 1)
+        tokens = [np.arange(done_R[row], done_R[row] + count) for row, count in zip(rows, count_S)]
+        step = AttentionInput(
+            query_start_S1=np.append(0, np.cumsum(count_S)).astype(np.int32),
+            context_len_S=(done_R[rows] + count_S).astype(np.int32),
+            block_table_SM=np.zeros((len(rows), 1), dtype=np.int32),
+            slot_mapping_T=torch.zeros(int(count_S.sum()), dtype=torch.int64),
+            block_size=1,
+            state_slot_S=slot_R[rows],
+        )
+        yield Step(rows, tokens, step, bool((count_S <= MAX_LAG).all()) and rng.random() < 0.5)
+        done_R[rows] += np.where(count_S <= MAX_LAG, rng.integers(0, count_S + 1), count_S)
+
+
+def drawn(shape: DeltaNet, dtype: torch.dtype, num_rows: int, length: int) -> tuple[DeltaWeights, list[torch.Tensor]]:
+    """Draw weights, and the inputs qkvz and ba of rows."""
     torch.manual_seed(0)
     heads, width = shape.num_value_heads, shape.num_channels + shape.num_outputs
     weights = DeltaWeights(
@@ -69,37 +100,52 @@ def test_outputs_are_those_of_the_formula_however_steps_cut_and_repeat_tokens(on
         dt_bias_V=torch.randn(heads),
         norm_D=torch.rand(shape.value_dim) + 0.5,
     )
-    qkvz_RTX, ba_RTX = (torch.randn(num_rows, length, size).to(on.dtype) for size in (width, 2 * heads))
-    expected = [formula(*inputs, weights).flatten(1) for inputs in zip(qkvz_RTX, ba_RTX)]
-    cache, slot_R = StateCache.allocate(5, shape, on.dtype, on.device), rng.permutation(5)[:num_rows]
+    return weights, [torch.randn(num_rows, length, size).to(dtype) for size in (width, 2 * heads)]
+
+
+ON_SETS = pytest.mark.parametrize("on", SETS, ids=lambda on: f"{on.kernels.__name__.split('.')[-2]}-{on.dtype}")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@ON_SETS
+def test_outputs_are_those_of_the_formula_however_steps_cut_and_repeat_tokens(on: Served, shape: DeltaNet) -> None:
+    num_rows, length = 3, 40
+    weights, inputs = drawn(shape, on.dtype, num_rows, length)
+    expected = [formula(*row, weights).flatten(1) for row in zip(*inputs)]
+    cache, num_steps = StateCache.allocate(5, shape, on.dtype, on.device), 0
     for tensor in cache.tensors:
         tensor.fill_(7)  # of a former sequence
     cache.state_LVKD.fill_(float("nan"))
-    done_R, num_steps = np.zeros(num_rows, dtype=np.int64), 0
-    while (done_R < length).any():
-        rows = rng.permutation(np.flatnonzero(done_R < length))
-        most = np.minimum(length - done_R[rows], rng.choice([1, MAX_LAG, 2 * MAX_LAG]))
-        count_S = rng.integers(1, most + 1)
-        tokens = [np.arange(done_R[row], done_R[row] + count) for row, count in zip(rows, count_S)]
-        qkvz_TX, ba_TX = (
-            torch.cat([inputs[row, at] for row, at in zip(rows.tolist(), tokens)]) for inputs in (qkvz_RTX, ba_RTX)
-        )
-        step = AttentionInput(
-            query_start_S1=np.append(0, np.cumsum(count_S)).astype(np.int32),
-            context_len_S=(done_R[rows] + count_S).astype(np.int32),
-            block_table_SM=np.zeros((len(rows), 1), dtype=np.int32),
-            slot_mapping_T=torch.zeros(len(qkvz_TX), dtype=torch.int64),
-            block_size=1,
-            state_slot_S=slot_R[rows],
-        )
-        can_repeat = bool((count_S <= MAX_LAG).all()) and rng.random() < 0.5
-        for _ in range(1 + can_repeat):
-            inputs = qkvz_TX.to(on.device), ba_TX.to(on.device)
-            ours = on.kernels.delta_net(*inputs, weights.to(on.device), EPS, cache, step)
-        theirs = torch.cat([expected[row][at] for row, at in zip(rows.tolist(), tokens)])
+    for step in drawn_steps(np.random.default_rng(shape.key_dim), num_rows, length, 5):
+        of_step = [step.inputs(each).to(on.device) for each in inputs]
+        for _ in range(1 + step.can_repeat):
+            ours = on.kernels.delta_net(*of_step, weights.to(on.device), EPS, cache, step.attn_metadata)
+        theirs = torch.cat([expected[row][at] for row, at in zip(step.rows.tolist(), step.tokens)])
         tolerance = 1e-4 if on.dtype == torch.float32 else 0.03
         assert torch.allclose(ours.cpu().double(), theirs, atol=tolerance, rtol=tolerance)
-        kept_S = np.where(count_S <= MAX_LAG, rng.integers(0, count_S + 1), count_S)
-        done_R[rows] += kept_S
         num_steps += 1
     assert num_steps > 8
+
+
+@ON_SETS
+def test_states_in_bfloat16_are_rounded_once_in_a_step(on: Served) -> None:
+    """Each step computes what it computes from the same states in float32, and keeps the results rounded."""
+    shape = replace(SHAPES[1], state_dtype="bfloat16")
+    weights, inputs = drawn(shape, on.dtype, 2, 30)
+    cache, exact = (
+        StateCache.allocate(5, each, on.dtype, on.device) for each in (shape, replace(shape, state_dtype="float32"))
+    )
+    num_changed, tolerance = 0, 1e-5 if on.dtype == torch.float32 else 0.01
+    for step in drawn_steps(np.random.default_rng(shape.key_dim), 2, 30, 5):
+        for ours, theirs in zip(cache.tensors, exact.tensors):
+            theirs.copy_(ours)
+        before = cache.state_LVKD.clone()
+        of_step = *(step.inputs(each).to(on.device) for each in inputs), weights.to(on.device), EPS
+        out_TX, exact_TX = (on.kernels.delta_net(*of_step, each, step.attn_metadata) for each in (cache, exact))
+        assert torch.allclose(out_TX, exact_TX, atol=tolerance, rtol=tolerance)
+        rounded = exact.state_LVKD.bfloat16()
+        assert torch.allclose(cache.state_LVKD.float(), rounded.float(), atol=1e-30, rtol=2**-7)
+        if on.kernels is not fused:  # Triton's interpreter cuts where a GPU rounds
+            assert float((cache.state_LVKD == rounded).float().mean()) > 0.99
+        num_changed += int((cache.state_LVKD != before).any())
+    assert num_changed > 4

@@ -71,6 +71,13 @@ class EngineSection(ConfigSection):
         examples=["fp8"],
         json_schema_extra=NUMERICS,
     )
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32",
+        description="Type of the states of Gated DeltaNet layers (Qwen3.5). bfloat16 halves their memory; each step "
+        "rounds them. Can change tokens.",
+        examples=["bfloat16"],
+        json_schema_extra=NUMERICS,
+    )
     activation_dtype: Literal["auto", "none", "fp8", "int8"] = Field(
         default="auto",
         description="Quantize the inputs of quantized linears for speed: int8 on CPUs, fp8 on GPUs. fp8 also rounds "

@@ -67,7 +67,7 @@ class QualitySection(ConfigSection):
     model: ModelPath | None = Field(
         default=None,
         description="Reference model: a checkpoint with the same tokens, in 16 bit. Default: the job's own as stored, "
-        "which requires model.quantization, engine.kv_cache_dtype or engine.activation_dtype.",
+        "which requires model.quantization, engine.kv_cache_dtype, state_dtype or activation_dtype.",
         examples=["Qwen/Qwen3-4B"],
     )
     column: Column | None = Field(

@@ -27,6 +27,7 @@ def reference_config(served: EngineConfig, model: str, generates: bool) -> Refer
         model=model,
         quantization="none",
         kv_cache_dtype="none",
+        state_dtype="float32",
         activation_dtype="none",
         speculation="off",
         max_num_seqs=MAX_NUM_SEQS,
@@ -44,5 +45,5 @@ def is_unconstrained_greedy(params: SamplingParams) -> bool:
 
 def approximates(served: EngineConfig) -> bool:
     """Return whether the engine computes a checkpoint differently from `reference_config` of the same folder."""
-    changes = served.kv_cache_dtype, served.activation_dtype
-    return served.quantization != "none" or any(change not in ("auto", "none") for change in changes)
+    changes = served.quantization, served.kv_cache_dtype, served.state_dtype, served.activation_dtype
+    return any(change not in ("auto", "none", "float32") for change in changes)

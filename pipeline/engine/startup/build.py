@@ -24,7 +24,7 @@ from pipeline.engine.startup.memory import (
     weight_bytes,
 )
 from pipeline.engine.startup.mixed_tokens import max_mixed_tokens
-from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve
+from pipeline.engine.startup.resolve import Resolved, quantized_on_load, resolve, with_state_dtype
 from pipeline.errors import ConfigError
 from pipeline.formatting import shown_bytes
 from pipeline.kernels.ranks import ONE_RANK, OneRank, ProcessRanks
@@ -65,6 +65,7 @@ def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
     keep_cpu_kernels_in(cpu_kernel_folder(log=log))  # also on a GPU: lookup is compiled for the CPU
     folder = locate_model(config.model)
     model = quantized_on_load(as_stored(read_config(folder), folder), config.quantization)
+    model = with_state_dtype(model, config.state_dtype)
     resolved = resolve(config, model.local(config.tensor_parallel_size))
     num_threads = _num_threads(config.num_threads)
     if config.tensor_parallel_size > 1:
@@ -86,6 +87,7 @@ def build(config: EngineConfig, log: Callable[[str], None]) -> Built:
         "dtype": str(resolved.dtype).removeprefix("torch."),
         "activation_dtype": resolved.activations.dtype,
         "kv_cache_dtype": str(resolved.kv_dtype).removeprefix("torch."),
+        **({"state_dtype": config.state_dtype} if resolved.state_bytes else {}),
         "max_model_len": loaded.max_model_len,
         "max_num_seqs": resolved.max_num_seqs,
         "max_num_batched_tokens": resolved.max_num_batched_tokens,

@@ -25,6 +25,7 @@ from pipeline.kernels.activations.act_quant import (
     resolve_activations,
 )
 from pipeline.kernels.cache import FP8
+from pipeline.kernels.delta_shape import STATE_DTYPES
 from pipeline.kernels.select import default_dtype, native_activations
 from pipeline.machine.device import find_device
 from pipeline.machine.numba import numba_unavailable_reason
@@ -180,6 +181,18 @@ def quantized_on_load(model: ModelConfig, method: str) -> ModelConfig:
             "key, or use the 16-bit checkpoint"
         )
     return replace(model, quantization=RoundToNearest(method))
+
+
+def with_state_dtype(model: ModelConfig, name: str) -> ModelConfig:
+    """Return the model with states of this type. Raises ConfigError if it keeps none, or for an unknown type."""
+    if name not in STATE_DTYPES:
+        raise ConfigError(f"engine.state_dtype = {name!r}: expected one of {', '.join(STATE_DTYPES)}")
+    if name == "float32":
+        return model
+    if not model.state_bytes(model.dtype):
+        raise ConfigError(f"engine.state_dtype = {name!r}: this model keeps no states (Gated DeltaNet); remove the key")
+    kept = (layer.mixer and replace(layer.mixer, state_dtype=name) for layer in model.layers)
+    return replace(model, layers=tuple(replace(layer, mixer=mixer) for layer, mixer in zip(model.layers, kept)))
 
 
 def _positive(name: str, value: int | None, default: int) -> int:

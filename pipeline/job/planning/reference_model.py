@@ -31,8 +31,8 @@ def check_own(config: JobConfig, model: Path) -> None:
         )
     if not approximates(config.engine_config("", None)):
         raise ConfigError(
-            f"{KEY}: missing: {shown} is served unmodified (no model.quantization, engine.kv_cache_dtype or "
-            f"engine.activation_dtype), so there is nothing to compare it with; {_NAME_ONE}"
+            f"{KEY}: missing: {shown} is served unmodified (no model.quantization, engine.kv_cache_dtype, "
+            f"state_dtype or activation_dtype), so there is nothing to compare it with; {_NAME_ONE}"
         )
 
 

@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 import torch
-from numba import njit
+from numba import njit, types
+from numba.extending import overload
 
 from pipeline.kernels.attention_input import AttentionInput
 from pipeline.kernels.cpu.compile.numerics import as_in, bits, exp, wide
@@ -33,13 +34,14 @@ def delta_net_kernel(
     z_at = conv_WC.shape[1]
     qk, v, out = (np.empty((_TOKENS, 2, key_dim), np.float32), np.empty((_TOKENS, value_dim), np.float32),
                   np.empty((_TOKENS, value_dim), np.float32))  # fmt: skip
-    rates, temporary = np.empty((_TOKENS, 2), np.float32), np.empty((key_dim, value_dim), np.float32)
+    rates, buffer = np.empty((_TOKENS, 2), np.float32), np.empty((key_dim, value_dim), np.float32)
     for item in range(begin, end):
         s, h = item // num_heads, item % num_heads
         slot, first = slot_S[s], query_start_S1[s]
         count = query_start_S1[s + 1] - first
         start = context_len_S[s] - count
-        state, inputs_PC = state_LVKD[slot, h], inputs_LPC[slot]
+        kept, inputs_PC = state_LVKD[slot, h], inputs_LPC[slot]
+        state = _float32_state(kept, buffer)
         at = h // (num_heads // num_key_heads) * key_dim, num_key_heads * key_dim, h, start, first
         applied = num_applied_LV[slot, h] if start > 0 else 0
         if applied == 0:
@@ -50,8 +52,9 @@ def delta_net_kernel(
             _recur(state, qk, v, rates, out, lagging, lagging)
             lagging = 0
         if 1 < count <= max_lag:
-            temporary[:] = state
-            state = temporary
+            _keep(kept, state)
+            buffer[:] = state
+            state = buffer
         for done in range(0, count, _TOKENS):
             num = min(_TOKENS, count - done)
             _read(qk, v, rates, qkvz_TX, ba_TX, inputs_PC, weights, start + done - lagging, lagging + num, at)
@@ -67,7 +70,46 @@ def delta_net_kernel(
                     gate = wide(z[i])
                     gate = gate / (np.float32(1.0) + exp(-gate))
                     target[i] = as_in(target, wide(as_in(target, out_D[i] * scale)) * norm_D[i] * gate)
+        if count == 1 or count > max_lag:
+            _keep(kept, state)
         num_applied_LV[slot, h] = start + count if count > max_lag else start
+
+
+def _float32_state(kept, buffer):
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(_float32_state, inline="always")
+def _kept_or_wide(kept, buffer):
+    """Return the kept state, or if it is bfloat16, the buffer with its values."""
+    if kept.dtype != types.uint16:
+        return lambda kept, buffer: kept
+
+    def widened(kept, buffer):
+        for j in range(len(kept)):
+            for i in range(kept.shape[1]):
+                buffer[j, i] = wide(kept[j, i])
+        return buffer
+
+    return widened
+
+
+def _keep(kept, state):
+    raise NotImplementedError("only inside compiled code")
+
+
+@overload(_keep, inline="always")
+def _rounded_or_kept(kept, state):
+    """Round the state to a kept one in bfloat16; one in float32 is the state itself."""
+    if kept.dtype != types.uint16:
+        return lambda kept, state: None
+
+    def rounded(kept, state):
+        for j in range(len(kept)):
+            for i in range(kept.shape[1]):
+                kept[j, i] = as_in(kept, state[j, i])
+
+    return rounded
 
 
 @njit(inline="always")
@@ -178,7 +220,7 @@ def delta_net(
         *(weight.numpy() for weight in weights[1:]),
         np.float32(eps),
         shape.num_key_heads,
-        cache.state_LVKD.numpy(),
+        bits(cache.state_LVKD),
         bits(cache.inputs_LPC),
         cache.num_applied_LV.numpy(),
         slot_S,

@@ -84,12 +84,12 @@ def _delta_net(
     state_at = state_ptr + (slot * HEADS + h) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
     inside = is_key[:, None] & is_value[None, :]
     applied = tl.where(start > 0, tl.load(applied_at).to(tl.int64), 0)
-    state = tl.load(state_at, mask=inside & (applied > 0), other=0.0)
+    state = tl.load(state_at, mask=inside & (applied > 0), other=0.0).to(tl.float32)
     decay_rate, dt_bias = tl.load(decay_ptr + h), tl.load(dt_bias_ptr + h)
     norm = tl.load(norm_ptr + value, mask=is_value, other=0.0)
     for p in range(applied, end):
         if (p == start) & (count <= LAG) & (applied < start):
-            tl.store(state_at, state, mask=inside)
+            tl.store(state_at, state.to(state_ptr.dtype.element_ty), mask=inside)
         q = _convolved(new_ptr, kept_ptr, conv_ptr, q_channel, is_key, p, start, qkvz_stride, NUM_KEPT, C, W, KEPT)
         k = _convolved(new_ptr, kept_ptr, conv_ptr, k_channel, is_key, p, start, qkvz_stride, NUM_KEPT, C, W, KEPT)
         v = _convolved(new_ptr, kept_ptr, conv_ptr, v_channel, is_value, p, start, qkvz_stride, NUM_KEPT, C, W, KEPT)
@@ -113,7 +113,7 @@ def _delta_net(
             out_at = out_ptr + (first + p - start) * (HEADS * VALUE_DIM) + h * VALUE_DIM + value
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=is_value)
     if count > LAG:
-        tl.store(state_at, state, mask=inside)
+        tl.store(state_at, state.to(state_ptr.dtype.element_ty), mask=inside)
         tl.store(applied_at, end.to(tl.int32))
     else:
         tl.store(applied_at, start.to(tl.int32))

@@ -270,9 +270,13 @@ def test_rows_are_read_before_those_that_wait_and_change_none(is_asynchronous: b
 def test_which_engines_differ_from_their_reference() -> None:
     draft, plain = SpeculationConfig("draft_model", "y"), {"num_threads": 2, "dtype": "bfloat16"}
     given = EngineConfig("x", speculation=draft, quantization="int8", kv_cache_dtype="fp8", **plain)  # type: ignore[arg-type]
+    given = replace(given, state_dtype="bfloat16")
     reference = reference_config(given, "z", generates=True).engine
     assert (reference.model, reference.speculation) == ("z", SpeculationConfig("off"))
     assert (reference.dtype, reference.num_threads) == ("bfloat16", 2)
     assert not approximates(reference)
     assert approximates(given)
     assert approximates(EngineConfig("x", activation_dtype="int8"))
+    assert all(
+        approximates(replace(reference, **{key: getattr(given, key)})) for key in ("quantization", "state_dtype")
+    )

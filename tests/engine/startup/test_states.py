@@ -1,5 +1,6 @@
 """Memory of models whose layers keep states: rows at once, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +24,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("model"), family, config, seed=1)
 
 
-def test_rows_at_once_follow_from_the_memory_of_their_states(folder: Path) -> None:
-    config = ServedModel.read(folder, EngineConfig(model=str(folder))).config
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_rows_at_once_follow_from_the_memory_of_their_states(folder: Path, state_dtype: str) -> None:
+    given = EngineConfig(model=str(folder), state_dtype=state_dtype)
+    config = ServedModel.read(folder, given).config
     of_row, of_token = config.state_bytes(torch.float32), config.kv_bytes_per_token(torch.float32)
     budget = 20 * (of_row + 128 * of_token)
-    with Engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=budget, **ONE_ROW)) as engine:
+    with Engine(replace(given, kv_cache_memory_bytes=budget, **ONE_ROW)) as engine:
+        assert engine.resolved["state_dtype"] == state_dtype
+        kept = {str(state.state_LVKD.dtype) for state in engine.runner.kv.states if state}  # type: ignore[attr-defined]
+        assert kept == {f"torch.{state_dtype}"}
         num_rows, num_pages = int(engine.resolved["max_num_seqs"]), engine.pool.num_blocks
         assert 16 <= num_rows < 20  # two or three states are for prefixes
         held = state_bytes(engine) + num_pages * engine.table.pages.page_bytes
         assert budget - 8 * of_token < held <= budget
         assert num_pages * 8 >= num_rows * 128
     with pytest.raises(ConfigError, match=rf"max_num_seqs = 400: the states of a row take .* use at most {num_rows}, "):
-        Engine(EngineConfig(model=str(folder), kv_cache_memory_bytes=budget, max_num_seqs=400, **ONE_ROW))
+        Engine(replace(given, kv_cache_memory_bytes=budget, max_num_seqs=400, **ONE_ROW))
+    wide = ServedModel.read(folder, replace(given, state_dtype="float32")).config.state_bytes(torch.float32)
+    states = sum(layer.mixer.num_outputs * layer.mixer.key_dim for layer in config.layers if layer.mixer)
+    assert wide - of_row == (2 * states if state_dtype == "bfloat16" else 0)
 
 
 def test_the_fit_on_a_card_counts_states(folder: Path) -> None:
@@ -52,6 +61,8 @@ def test_the_fit_on_a_card_counts_states(folder: Path) -> None:
     ("options", "error", "message"),
     [
         ({"deterministic": True}, ConfigError, "engine.deterministic: not supported for models with states"),
+        ({"state_dtype": "fp8"}, ConfigError, "engine.state_dtype = .fp8.: expected one of float32, bfloat16"),
+        ({"state_dtype": "bfloat16", "model": "demo:target"}, ConfigError, "this model keeps no states"),
         ({"tensor_parallel_size": 2}, ConfigError, r"layers with states \(Gated DeltaNet\).*allows 1$"),
         ({"speculation": {"method": "draft_model", "model": "FOLDER"}}, ModelError, "a draft model with states"),
     ],
@@ -61,4 +72,4 @@ def test_what_states_do_not_support_is_refused(folder: Path, options: dict, erro
     if "speculation" in options:
         options = {"speculation": options["speculation"] | {"model": str(folder)}}
     with pytest.raises(error, match=message):
-        Engine(EngineConfig(model=str(folder), **ONE_ROW, **options))
+        Engine(EngineConfig(**{"model": str(folder)} | ONE_ROW | options))

@@ -215,8 +215,10 @@ def chosen(name: str) -> dict[str, Launch]:
         if key in ("norm_rope_write", "convert", "decode, 1 queries", "prefill", *CASCADE[:2])
     }
     delta_nets = delta_net_launches_of(QWEN3_5_9B, torch.bfloat16)
+    narrow = delta_net_launches_of(replace(QWEN3_5_9B, state_dtype="bfloat16"), torch.bfloat16)["delta_net"]
     all_of |= over_fp8 | experts(target) | adapters(target)
     all_of |= {f"{key}, Qwen3.5-9B": launch for key, launch in delta_nets.items()}
+    all_of["delta_net, bfloat16 states, Qwen3.5-9B"] = narrow
     for suffix, with_fp8 in (("", False), (", fp8 cache", True)):
         capped = launches_of(LLAMA_8B, torch.bfloat16, target, with_fp8_cache=with_fp8, softcap=50.0, with_sinks=True)
         all_of |= {f"{key}{suffix}, softcap and sinks": capped[key] for key in SOFTMAX}

@@ -46,7 +46,7 @@ SAMPLES = {
     ],
     "sm_90": [
         *CASCADE, *SOFTMAX, *(f"{name}, softcap and sinks" for name in SOFTMAX), "decode, 1 queries, fp8 cache",
-        "delta_net, Qwen3.5-9B",
+        "delta_net, Qwen3.5-9B", "delta_net, bfloat16 states, Qwen3.5-9B",
         "norm_rope_write", "gate_mul", "scatter", "sample", "greedy, parts", "int4, 1 tokens", "fp8 rounding",
         "experts, route, Qwen3-30B-A3B", "experts, assign, Qwen3-30B-A3B", "experts, combine, Qwen3-30B-A3B",
         "adapters, A, 4096 tokens", "adapters, B, 4096 tokens", *NORMS, *FP8_PRODUCTS, *E4M3[:2], *WITH_WGMMA,
