@@ -97,8 +97,11 @@ class Admission:
             is_alone = not len(running) and not slots
             known, start = len(sequence.token_ids), len(hits.pages) * size
             shared = self._end_of_shared(sequence, start)
-            free_hits = pool.num_free_of(hits.all)
-            with_sequence = demand.add(known, self._likely_end(sequence), len(hits.all) - free_hits)
+            free_hits, end = pool.num_free_of(hits.all), self._likely_end(sequence)
+            held = len(hits.all) - free_hits
+            if hits.window_pages:  # own ones will take the place of those that it no longer sees
+                held = max(held - min(pages.first_seen(end) - pages.first_seen(start), len(hits.window_pages)), 0)
+            with_sequence = demand.add(known, end, held)
             count = min((shared or self._table.end_of_chunk(sequence)) - start, budget)
             num_new = pages.num_new(start, count)
             if pages.window is not None:
@@ -109,6 +112,8 @@ class Admission:
                 self.waiting.appendleft(sequence)
                 break
             pool.share(hits.all)
+            if pages.window is not None:
+                self._held.hold_window([])
             if sequence.request.is_follow_up:
                 self._held.continued(hits.all)
             new, window_new = (pool.allocate(num) for num in num_new)
@@ -134,6 +139,14 @@ class Admission:
         """Return the known pages of its prefix, and whether another sequence is computing the one after them."""
         if not self._enable_prefix_caching:
             return _Hits([], []), False
+        hits, usable = self._hits(sequence), sequence.num_shareable // self._pool.block_size
+        found = len(hits.pages)
+        if self._table.has_states:
+            return hits, not in_progress.isdisjoint(sequence.hashes[found:usable])
+        return hits, found < usable and sequence.hashes[found] in in_progress
+
+    def _hits(self, sequence: Sequence) -> "_Hits":
+        """Return the known pages of its prefix."""
         size = self._pool.block_size
         usable = sequence.num_shareable // size
         sequence.extend_hashes(sequence.token_ids, usable, size)
@@ -143,8 +156,13 @@ class Admission:
             found = found[:num_found]
         if self._table.has_states:
             found = found[: self._snapshots.longest(sequence.hashes[: len(found)])]
-            return _Hits(found, []), not in_progress.isdisjoint(sequence.hashes[len(found) : usable])
-        return _Hits(found, window_found), len(found) < usable and sequence.hashes[len(found)] in in_progress
+        return _Hits(found, window_found)
+
+    def hold_next_window(self) -> None:
+        """Hold the pages that the next waiting sequence sees after its known prefix in layers with a window, before
+        running sequences release them."""
+        has_next = self.waiting and self._enable_prefix_caching
+        self._held.hold_window(self._hits(self.waiting[0]).window_pages if has_next else [])
 
     def _end_of_shared(self, sequence: Sequence, start: int) -> int | None:
         """Return the end of the pages that the next waiting sequence also begins with, if there are any after `start`

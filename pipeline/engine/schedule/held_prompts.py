@@ -1,7 +1,10 @@
-"""Blocks of ended prompts that a follow-up request is about to continue.
+"""Blocks of prompts that a request is about to continue. They are held only while no running row lacks blocks.
 
 If all blocks are in use, those of a row that ends would be given to the next waiting row before the follow-up of the
-first arrives. They are held until then, for a limited number of steps, and only while no running row lacks blocks.
+first arrives. They are held until then, for a limited number of steps.
+
+Layers with a window release the blocks at the end of a prefix while rows with this prefix still run. Those that the
+next waiting row will see are held until it is admitted: if one is missing, the row computes its whole prefix.
 """
 
 from collections.abc import Iterable
@@ -20,6 +23,18 @@ class HeldPrompts:
         self._pool = pool
         self.prompts: dict[int, tuple[int, list[int]]] = {}
         """By its last block: the step until which it is held, and its blocks. The oldest first."""
+        self._window: list[int] = []  # of the next waiting row
+
+    @property
+    def holds_any(self) -> bool:
+        return bool(self.prompts or self._window)
+
+    def hold_window(self, blocks: list[int]) -> None:
+        """Hold these blocks of layers with a window for the next waiting row, instead of those held before."""
+        if blocks != self._window:
+            self._pool.share(blocks)
+            self._pool.release(self._window)
+            self._window = blocks
 
     def hold(self, blocks: list[int], step: int) -> None:
         """Take over the caller's references to the blocks of a sequence that ended in this step."""
@@ -44,6 +59,7 @@ class HeldPrompts:
                 self._release(block)
 
     def release_all(self) -> None:
+        self.hold_window([])
         for last in list(self.prompts):
             self._release(last)
 

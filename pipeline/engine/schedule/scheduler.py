@@ -128,6 +128,7 @@ class Scheduler:
         waiting = [sequence for sequence in self.waiting if matches(sequence)]
         if waiting:
             self.admission.waiting = deque(sequence for sequence in self.waiting if not matches(sequence))
+            self.held.hold_window([])
         return self._remove(slots) + waiting
 
     def _remove(self, slots: list[int], keep_blocks: bool = True, finished: bool = False) -> list[Sequence]:
@@ -283,6 +284,7 @@ class Scheduler:
 
     def _release_passed(self) -> None:
         if self.table.pages.window is not None:
+            self.admission.hold_next_window()
             self.pool.release(self.table.drop_passed(self.running))
 
     # -- running sequences
@@ -295,7 +297,7 @@ class Scheduler:
             slot_S, count_S = wanted.slot_S, wanted.count_S
             if wanted.num_pages <= self.pool.num_free:
                 break
-            if self.held.prompts:
+            if self.held.holds_any:
                 self.held.release_all()
                 continue
             if table.pages.window is not None:

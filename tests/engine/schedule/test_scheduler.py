@@ -117,6 +117,20 @@ def test_prompts_stay_cached_for_follow_ups_that_arrive_some_steps_later(
     assert engine.pool.num_held == 0
 
 
+@pytest.mark.parametrize("num_blocks", [16, 18])
+def test_a_prefix_longer_than_the_window_is_computed_once_in_a_full_pool(num_blocks: int) -> None:
+    """Running rows release its last pages in layers with a window long before the next row begins."""
+    rng = np.random.default_rng(0)
+    stem, requests = rng.integers(0, VOCAB - 1, 40).tolist(), []
+    for row in range(30):
+        params = SamplingParams(max_tokens=int(rng.integers(4, 20)), ignore_eos=True)
+        requests.append(Request(row, stem + rng.integers(0, VOCAB - 1, 4).tolist(), params))
+    engine = hash_engine(num_blocks, window=12, blocks_per_page=2, max_num_seqs=8, max_num_batched_tokens=64)
+    check_tokens(run(engine, requests), requests)
+    assert engine.stats.num_preemptions == 0
+    assert engine.stats.prompt_tokens - engine.stats.cached_tokens == 40 + 4 * len(requests)
+
+
 def test_the_prompts_of_a_full_pool_are_held_for_follow_ups_until_running_rows_need_the_blocks() -> None:
     engine = hash_engine(34, 4, max_model_len=64, max_num_seqs=8)
     params = SamplingParams(max_tokens=4, ignore_eos=True)
