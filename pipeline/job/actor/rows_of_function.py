@@ -28,7 +28,7 @@ from pipeline.job.actor.steps import AnyRequest, RowOfSteps, StepRun
 from pipeline.job.actor.tokenize import step_seed
 from pipeline.job.actor.work_spec import RowReader
 
-POLL_S = 0.01  # while all functions of a unit wait for something else than a request
+POLL_S = 0.01  # while a function waits for something else than a request
 _OPTIONS = {f.name for f in fields(SamplingParams)} - {"n", "seed"}
 
 
@@ -99,6 +99,10 @@ class RowsOfFunction:
     def num_ended(self) -> int:
         return len(self._ended)
 
+    @property
+    def poll_s(self) -> float | None:
+        return POLL_S if any(call.num_open == 0 for call in self._calls.values()) else None
+
     def begin(self, requests: Iterable[AnyRequest]) -> list[AnyRequest]:
         """Call the function for rows with these first requests. Return the requests to send."""
         for request in requests:
@@ -131,18 +135,14 @@ class RowsOfFunction:
         return [RowOfSteps.of_runs(index, some) for index, some in runs.items() if some]
 
     def _continued(self) -> list[AnyRequest]:
-        """Run the functions until all wait, and return the requests that they made. If none waits for a request, but
-        for something else, continue until one is made."""
+        """Run the functions until all wait. Return the requests to send."""
         to_send: list[AnyRequest] = []
-        while True:
+        self._loop.run_ready()
+        while self._made:
+            made, self._made = self._made, []
+            to_send += self._requests(made)
             self._loop.run_ready()
-            if self._made:
-                made, self._made = self._made, []
-                to_send += self._requests(made)
-            elif self._open or not self._calls:
-                return to_send
-            else:
-                self._loop.run_until_complete(asyncio.sleep(POLL_S))
+        return to_send
 
     async def _run(self, call: _Call) -> None:
         async def generate(prompt: object = None, /, **options: Any) -> Completion:

@@ -152,6 +152,8 @@ def num_needed(n: int, stop_at: float, answers: Sequence[str]) -> int:
 class RowsOfSteps:
     """Rows of one unit on their way through the steps. Not thread-safe."""
 
+    poll_s = None
+
     def __init__(self, job: ResolvedJob, readers: Sequence[RowReader], unit: Unit, kept: Iterable[Completion]) -> None:
         """readers: of the job's prompts. kept: rows of a stopped run, whose requests are replayed."""
         self._job, self._readers, self._unit = job, readers, unit

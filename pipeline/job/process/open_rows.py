@@ -25,6 +25,12 @@ class Steps(Protocol):
 
     @property
     def num_ended(self) -> int: ...
+    @property
+    def poll_s(self) -> float | None:
+        """Interval of calls of `follow_up` without completions, while rows wait for something else than a request;
+        None: none does."""
+        ...
+
     def follow_up(self, completions: Sequence[Completion]) -> Sequence[Request | EndpointRequest]:
         """Return the requests that follow from finished ones."""
         ...
@@ -56,8 +62,7 @@ class Ticket:
     def consume(self) -> list[Completion]:
         """Return the new completions."""
         new, self.completions = self.completions, []
-        if self.is_open:
-            self.done.clear()
+        self.done.clear()
         return new
 
 

@@ -127,8 +127,8 @@ class Supervisor:
                 return
             ticket = self._rows.add(requests, steps)
             self._admit()
-        while ticket.is_open:
-            ticket.done.wait()
+        while ticket.is_open or (steps.poll_s is not None and self.failure is None and not self._draining):
+            ticket.done.wait(steps.poll_s)
             with self._lock:
                 finished = ticket.consume()
             follow_ups = steps.follow_up(finished)

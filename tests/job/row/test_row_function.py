@@ -24,7 +24,7 @@ from pipeline.job.running.sample import read_sample
 from tests.endpoint.fake_server import FakeServer, answer_text
 from tests.job.actor.test_units import complete
 from tests.job.conftest import FAKES, TEXTS, runs
-from tests.job.fake_engine import answer, text_of
+from tests.job.fake_engine import FakeEngine, answer, text_of
 
 pytestmark = pytest.mark.usefixtures("without_ray")
 COLUMNS = {"short": pa.string(), "num": pa.int32()}
@@ -292,6 +292,50 @@ def test_a_function_may_await_something_else_while_others_continue(counted):
 
     run(counted, slow, input={"limit": 16})
     assert all(row["short"] and row["num"] for row in by_id(counted).values())
+
+
+def test_a_row_that_awaited_something_else_does_not_wait_for_requests_of_others(
+    counted, engines_in_threads, monkeypatch
+):
+    """The engine stops in the request of one row until the other row has slept and made one."""
+    was_made, step = threading.Event(), FakeEngine.step
+
+    def held(self):
+        if any(b"held" in bytes(request.prompt_token_ids) for request, *_ in self.running.values()):
+            assert was_made.wait(30)
+        return step(self)
+
+    async def sleeping(row, generate):
+        if row["id"] == 0:
+            return {"short": (await generate("held", max_tokens=64)).text}
+        await asyncio.sleep(0.02)
+        request = asyncio.ensure_future(generate("free"))
+        await asyncio.sleep(0)
+        was_made.set()
+        return {"short": (await request).text}
+
+    monkeypatch.setattr(FakeEngine, "step", held)
+    run(counted, sleeping, input={"limit": 2})
+    assert all(row["error"] is None for row in by_id(counted).values())
+
+
+def test_a_stop_does_not_wait_for_what_functions_await(counted):
+    async def sleeping(row, generate):
+        done = await generate()
+        await asyncio.sleep(3600 if row["id"] == 0 else 0)
+        return {"short": done.text}
+
+    sections = {"input": {"limit": 8}, "run": {"drain_timeout": "60 s"}}
+
+    def all_are_computed(status):
+        return (counted.folder / "computed").exists() and computed(counted).total() == 8
+
+    with pytest.raises(Interrupted):
+        run(counted, sleeping, signals=[(all_are_computed, signal.SIGTERM)], **sections)
+    (partial,) = (counted.output / "_pipeline" / "partial").iterdir()
+    assert len(json.loads(partial.read_text())["rows"]) == 8
+    run(counted, flow, **sections)
+    assert computed(counted).total() == len(computed(counted))
 
 
 def test_a_row_has_the_kept_columns_and_those_of_the_prompt(job):
