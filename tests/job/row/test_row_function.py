@@ -40,6 +40,14 @@ async def flow(row, generate):
     return {"short": short.text, "num": sum(map(len, both))}
 
 
+async def held(row, generate):
+    """The flow, in a run that never ends: the last rows wait after their first request."""
+    if row["id"] >= 25:
+        await generate()
+        await asyncio.sleep(3600)
+    return await flow(row, generate)
+
+
 async def branch(generate, text):
     """Two requests, the second of which may be made before or after that of another branch."""
     first = await generate(text)
@@ -73,6 +81,11 @@ def counted(job):
 
 def computed(job) -> Counter[str]:
     return Counter((job.folder / "computed").read_text().split())
+
+
+def once_computed(job, num: int):
+    """Return a condition of a signal: this number of requests has been computed."""
+    return lambda status: (job.folder / "computed").exists() and computed(job).total() >= num
 
 
 def texts(rows: dict[int, dict[str, Any]]) -> list[tuple[Any, ...]]:
@@ -109,11 +122,11 @@ def test_finished_requests_are_replayed_after_a_stop_in_any_order(counted):
     num_requests, counted.output = computed(counted).total(), counted.folder / "whole"
     expected = texts(by_id(counted))
     counted.output = counted.folder / "out"
-    counted.fake(step_s=0.02, max_num_seqs=3, computed=str(counted.folder / "computed"))
+    counted.fake(step_s=0.01, max_num_seqs=3, computed=str(counted.folder / "computed"))
     sections = {"input": limit, "output": {"rows_per_file": 50}, "run": {"window_rows": 50, "drain_timeout": "5 s"}}
-    for stop_at in (1, 8):
+    for num_new in (10, 60):
         with pytest.raises(Interrupted):
-            run(counted, signals=[(lambda status, at=stop_at: status.rows_done >= at, signal.SIGTERM)], **sections)
+            run(counted, held, signals=[(once_computed(counted, num_requests + num_new), signal.SIGTERM)], **sections)
     report = run(counted, **sections)
     assert texts(by_id(counted)) == expected
     assert set(computed(counted).values()) == {2}  # once in each output
@@ -153,12 +166,13 @@ def test_prompts_that_differ_in_each_run_are_computed_again_after_a_stop(counted
         first = await generate()
         second = await generate(f"{first.text}, run {attempt}")
         seen[row["id"], attempt] = second.text
+        await asyncio.sleep(0 if attempt else 3600)
         return {"short": f"{attempt} {second.text}"}
 
-    counted.fake(step_s=0.02, max_num_seqs=3)
+    counted.fake(step_s=0.01, max_num_seqs=3, computed=str(counted.folder / "computed"))
     sections = {"output": {"rows_per_file": 50}, "run": {"window_rows": 50, "drain_timeout": "0 s"}}
     with pytest.raises(Interrupted):
-        run(counted, changing, signals=[(lambda status: status.rows_done >= 2, signal.SIGTERM)], **sections)
+        run(counted, changing, signals=[(once_computed(counted, 60), signal.SIGTERM)], **sections)
     attempt = 1
     run(counted, changing, **sections)
     rows = by_id(counted)
@@ -326,12 +340,8 @@ def test_a_stop_does_not_wait_for_what_functions_await(counted):
         return {"short": done.text}
 
     sections = {"input": {"limit": 8}, "run": {"drain_timeout": "60 s"}}
-
-    def all_are_computed(status):
-        return (counted.folder / "computed").exists() and computed(counted).total() == 8
-
     with pytest.raises(Interrupted):
-        run(counted, sleeping, signals=[(all_are_computed, signal.SIGTERM)], **sections)
+        run(counted, sleeping, signals=[(once_computed(counted, 8), signal.SIGTERM)], **sections)
     (partial,) = (counted.output / "_pipeline" / "partial").iterdir()
     assert len(json.loads(partial.read_text())["rows"]) == 8
     run(counted, flow, **sections)
