@@ -14,6 +14,7 @@ KNOWN = (
     ("[THINK]", "[/THINK]"),  # Magistral
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
     ("◁think▷", "◁/think▷"),  # Kimi
+    ("<|channel>", "<channel|>"),  # Gemma 4, whose reasoning begins with a line "thought"
 )
 
 

@@ -36,6 +36,8 @@ def test_auto_finds_the_tokenizers_markers_and_prompts_decide_whether_a_row_begi
     assert find_markers("auto", tokenizer) == ReasoningMarkers("<think>", "</think>")
     magistral = tokenizer_with("[THINK]", "[/THINK]", "<think>")
     assert find_markers("auto", magistral) == ReasoningMarkers("[THINK]", "[/THINK]")
+    gemma4 = tokenizer_with("<|channel>", "<channel|>", is_special=is_special)
+    assert find_markers("auto", gemma4) == ReasoningMarkers("<|channel>", "<channel|>")
     markers = marker_tokens("auto", tokenizer)
     assert isinstance(markers, MarkerTokens)
     assert markers == MarkerTokens(tokenizer.added_tokens["<think>"], tokenizer.added_tokens["</think>"])
