@@ -305,10 +305,11 @@ class EndpointEngine:
             task.add_done_callback(self._task_ended)
 
     def _decode_ahead(self) -> None:
-        """Read and decode images until they fill the memory for them. Two rows for each process keep it busy."""
+        """Read and decode images until they fill the memory for them. Three rows for each process keep it busy: two are
+        in it, one waits."""
         while self._undecoded and self._image_bytes < MAX_IMAGE_BYTES:
             is_read = any(isinstance(image, str) for image in self._undecoded[0].request.images)
-            if len(self._decoding) >= (MAX_READING if is_read else 2 * self._config.images.processes):
+            if len(self._decoding) >= (MAX_READING if is_read else 3 * self._config.images.processes):
                 return
             task = self._loop.create_task(self._decode(self._undecoded.popleft()))
             self._decoding.add(task)

@@ -1,5 +1,6 @@
 """Images in prompts: columns, chats and lines of requests; decoding; jobs that are killed while images are decoded."""
 
+import asyncio
 import base64
 import hashlib
 import io
@@ -24,7 +25,6 @@ from PIL import Image
 from pipeline.config import load_job
 from pipeline.data.prompts import PromptSpec, render
 from pipeline.endpoint.images.decode import NoImage, converted
-from pipeline.endpoint.images.pool import ImagePool
 from pipeline.endpoint.spec import EndpointRequest, ImageOptions
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
@@ -259,28 +259,43 @@ def request(index: int, images: tuple[bytes, ...]) -> EndpointRequest:
     return EndpointRequest(index, body, SamplingParams(max_tokens=4), images=images)
 
 
-def test_a_process_that_ends_or_hangs_costs_a_row_at_most(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pipeline.endpoint.images.pool.DECODE_TIMEOUT_S", 5.0)
-    started: list[int] = []
-    start = ImagePool._start
+FAULTY_DECODER = """
+import os, signal, sys
+from pipeline.endpoint.images import decode
+real = decode.converted
+def converted(raw, *options):
+    if raw[-4:] in (b"kill", b"stop"):
+        os.kill(os.getpid(), signal.SIGKILL if raw.endswith(b"kill") else signal.SIGSTOP)
+    return real(raw, *options)
+decode.converted = converted
+decode.main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+"""
 
-    async def start_and_fail(self: ImagePool) -> Any:
-        process = await start(self)
+
+def test_a_process_that_ends_or_hangs_costs_its_row_at_most(monkeypatch: pytest.MonkeyPatch):
+    """Other images that are in the process are decoded by another one."""
+    monkeypatch.setattr("pipeline.endpoint.images.pool.DECODE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr("pipeline.endpoint.images.pool.DECODER", ("-c", FAULTY_DECODER))
+    started: list[int] = []
+    start = asyncio.create_subprocess_exec
+
+    async def recorded(*command: Any, **options: Any) -> Any:
+        process = await start(*command, **options)
         started.append(process.pid)
-        if len(started) in (1, 2, 3):
-            os.kill(process.pid, signal.SIGKILL if len(started) < 3 else signal.SIGSTOP)
         return process
 
-    monkeypatch.setattr(ImagePool, "_start", start_and_fail)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", recorded)
+    faults = {2: b"kill", 3: b"kill", 5: b"stop"}
     with FakeServer() as server, opened(server, route="chat", images=ImageOptions(processes=1)) as engine:
-        for index in range(5):
-            engine.add(request(index, (GOOD["jpeg"](index),)))
+        for index in range(8):
+            engine.add(request(index, (GOOD["jpeg"](index) + faults.get(index, b""),)))
         done = steps(engine)
-    errors = [done[index].error_message or "" for index in range(5)]
-    assert "its decoder ended in each of 2 tries" in errors[0]
-    assert "not decoded within 5 s" in errors[1]
-    assert errors[2:] == [""] * 3
-    assert [done[index].error for index in range(2)] == ["invalid_image"] * 2
+    errors = {index: row.error_message or "" for index, row in done.items() if row.error == "invalid_image"}
+    assert set(errors) == set(faults)
+    assert all("its decoder ended in each of 2 tries" in errors[index] for index in (2, 3))
+    assert "not decoded within 5 s" in errors[5]
+    assert [row.error for index, row in done.items() if index not in faults] == [None] * 5
+    assert len(started) == 6
     for pid in started:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -187,7 +187,9 @@ def test_the_memory_of_a_process_does_not_grow_with_the_length_of_a_document(tmp
         pool = ImagePool(options, {})
         for page in range(1, 201):
             assert size_of(await pool.encoded(f"long.pdf#page={page}")) == (88, 113)
-        status = Path(f"/proc/{pool._idle[0].pid}/status").read_text()
+        process = pool._decoders[0].process
+        assert process is not None
+        status = Path(f"/proc/{process.pid}/status").read_text()
         await pool.close()
         return int(status.partition("VmHWM:")[2].split()[0]) >> 10
 

@@ -2,15 +2,18 @@
 
     python -m pipeline.endpoint.images.decode MAX_PIXELS FORMAT QUALITY DPI
 
-It reads files or paths from standard input and writes the images to send to standard output, each after its length. It
-ends with its input, so a dead parent leaves no process behind. A file that crashes a decoder ends only this process.
+It reads files or paths from standard input and writes the images to send to standard output, each after its length. The
+next file is read while one is decoded. It ends with its input, so a dead parent leaves no process behind. A file that
+crashes a decoder ends only this process.
 """
 
 import ctypes
 import io
 import os
+import queue
 import resource
 import sys
+import threading
 import warnings
 from contextlib import closing, suppress
 from math import ceil
@@ -158,20 +161,26 @@ def _encoded(image: Image.Image, kind: str, quality: int) -> bytes:
     return out.getvalue()
 
 
-def _read(file: BinaryIO, length: int) -> bytes:
-    data = file.read(length)
-    if len(data) < length:
-        sys.exit(0)
-    return data
+def _read_ahead(file: BinaryIO, requests: "queue.Queue[tuple[int, bytes] | None]") -> None:
+    """Put requests into the queue, and None at the end of the input."""
+    try:
+        while len(head := file.read(REQUEST.size)) == REQUEST.size:
+            page, length = REQUEST.unpack(head)
+            raw = file.read(length)
+            if len(raw) < length:
+                break
+            requests.put((page, raw))
+    finally:
+        requests.put(None)
 
 
 def main(max_pixels: int, kind: str, quality: int, dpi: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
-    source, target = sys.stdin.buffer, sys.stdout.buffer
+    target, requests = sys.stdout.buffer, queue.Queue[tuple[int, bytes] | None](1)
+    threading.Thread(target=_read_ahead, args=(sys.stdin.buffer, requests), daemon=True).start()
     pages = Pages(max_pixels, kind, quality, dpi)
-    while True:
-        page, length = REQUEST.unpack(_read(source, REQUEST.size))
-        raw = _read(source, length)
+    while (request := requests.get()) is not None:
+        page, raw = request
         try:
             if page == WHOLE:
                 reply = converted(raw, max_pixels, kind, quality)

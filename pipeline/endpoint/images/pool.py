@@ -24,6 +24,8 @@ DECODE_TIMEOUT_S = 60.0
 _PNG_SIZE, _JPEG_SIZE = struct.Struct(">II"), struct.Struct(">HH")
 _JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}  # markers of segments with the size
 TRIES = 2  # of an image whose process ended: memory may have been short
+DECODER = ("-m", "pipeline.endpoint.images.decode")
+DEPTH = 2  # images of a process: it reads the next one while it decodes
 
 
 class ImageRefused(Exception):
@@ -34,6 +36,56 @@ class ImageRefused(Exception):
         self.code = code
 
 
+class _Ended(Exception):
+    """The process ended with an image of another request."""
+
+
+class _Decoder:
+    """Process that decodes images in the order in which they are sent. It starts with the first one."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self.process: asyncio.subprocess.Process | None = None
+        self.num_open = 0
+        self.has_ended = False
+        self._sending, self._receiving = asyncio.Lock(), asyncio.Lock()
+
+    async def exchange(self, page: int, content: bytes) -> tuple[int, bytes]:
+        """Return the kind of the reply and the reply. Raises TimeoutError, EOFError if the process ends with this
+        image, and _Ended if it ends with another one. The caller ends the decoder after any error."""
+        is_first = self.num_open == 1
+        async with self._sending:
+            if self.has_ended:
+                raise _Ended
+            if self.process is None:
+                pipe = asyncio.subprocess.PIPE
+                self.process = await asyncio.create_subprocess_exec(
+                    *self._command, stdin=pipe, stdout=pipe, env=child_environment()
+                )
+            process = self.process
+            assert process.stdin is not None
+            try:
+                process.stdin.write(REQUEST.pack(page, len(content)))
+                process.stdin.write(content)
+                await process.stdin.drain()
+            except OSError:
+                raise EOFError if is_first else _Ended from None
+        async with self._receiving:
+            if self.has_ended:
+                raise _Ended
+            assert process.stdout is not None
+            async with asyncio.timeout(DECODE_TIMEOUT_S):
+                kind, length = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
+                return kind, await process.stdout.readexactly(length)
+
+    async def end(self) -> None:
+        self.has_ended = True
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+            await self.process.wait()
+
+
 class ImagePool:
     """Processes that decode images. They start with the first images. All methods run in one event loop."""
 
@@ -41,8 +93,8 @@ class ImagePool:
         """storage: as in `ImageFetcher`."""
         self._options, self._fetcher = options, ImageFetcher(options, storage)
         self._documents = options.documents and Documents(options.documents, storage)
-        self._free = asyncio.Semaphore(options.processes)
-        self._idle: list[asyncio.subprocess.Process] = []
+        self._free = asyncio.Semaphore(DEPTH * options.processes)
+        self._decoders: list[_Decoder] = []
         self.num_first_frames = 0  # images of files that hold more
 
     async def body_with(self, body: Mapping[str, Any], images: Sequence[bytes | str]) -> tuple[dict[str, Any], int]:
@@ -62,13 +114,13 @@ class ImagePool:
         return {**body, "messages": _with_urls(body["messages"], iter(urls))}, size
 
     async def close(self) -> None:
-        """End the idle processes. The others end with the tasks that wait for them."""
+        """End the processes."""
         await self._fetcher.close()
         if self._documents is not None:
             self._documents.close()
-        for process in self._idle:
-            await _end(process)
-        self._idle.clear()
+        for decoder in self._decoders:
+            await decoder.end()
+        self._decoders.clear()
 
     async def encoded(self, image: bytes | str) -> bytes:
         """Return an image as it is sent. Raises ImageRefused."""
@@ -95,38 +147,42 @@ class ImagePool:
         """Return the image of a file's content, or of a page of a PDF, whose path is the content. Raises
         ImageRefused."""
         async with self._free:
-            for number in range(1, TRIES + 1):
-                process = self._idle.pop() if self._idle else await self._start()
+            num_tries = 0
+            while True:
+                decoder = self._least_busy()
+                decoder.num_open += 1
                 try:
-                    async with asyncio.timeout(DECODE_TIMEOUT_S):
-                        kind, reply = await _exchange(process, page, content)
-                except TimeoutError:
-                    await _end(process)
-                    raise ImageRefused(f"not decoded within {DECODE_TIMEOUT_S:g} s") from None
-                except (OSError, EOFError):
-                    await _end(process)
-                    if number == TRIES:
+                    kind, reply = await decoder.exchange(page, content)
+                except BaseException as error:  # if it is cancelled, an answer may be on its way
+                    if decoder in self._decoders:
+                        self._decoders.remove(decoder)
+                    await decoder.end()
+                    if isinstance(error, TimeoutError):
+                        raise ImageRefused(f"not decoded within {DECODE_TIMEOUT_S:g} s") from None
+                    if not isinstance(error, EOFError | _Ended):
+                        raise
+                    num_tries += isinstance(error, EOFError)
+                    if num_tries == TRIES:
                         raise ImageRefused(f"its decoder ended in each of {TRIES} tries") from None
                     continue
-                except BaseException:  # cancelled: an answer may be on its way
-                    await _end(process)
-                    raise
-                self._idle.append(process)
+                finally:
+                    decoder.num_open -= 1
                 if kind == REFUSED:
                     raise ImageRefused(reply.decode(errors="replace"))
                 self.num_first_frames += kind == FIRST_FRAME
                 return reply
-        raise AssertionError
 
-    async def _start(self) -> asyncio.subprocess.Process:
+    def _least_busy(self) -> _Decoder:
+        """Return a decoder with the fewest images, a new one as long as there may be more and all have some."""
+        given, decoders = self._options, self._decoders
+        fewest = min(decoders, key=lambda decoder: decoder.num_open, default=None)
+        if fewest is not None and (fewest.num_open == 0 or len(decoders) == given.processes):
+            return fewest
         if find_spec("PIL") is None:
             raise EngineUnusable("prompt.images: needs Pillow: pip install 'parquet-batch-inference[images]'")
-        given = self._options
-        command = [sys.executable, "-m", "pipeline.endpoint.images.decode"]
-        return await asyncio.create_subprocess_exec(
-            *command, str(given.max_pixels), given.format, str(given.quality), str(given.dpi),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=child_environment(),
-        )  # fmt: skip
+        options = str(given.max_pixels), given.format, str(given.quality), str(given.dpi)
+        decoders.append(_Decoder([sys.executable, *DECODER, *options]))
+        return decoders[-1]
 
 
 def size_of(encoded: bytes) -> tuple[int, int]:
@@ -138,22 +194,6 @@ def size_of(encoded: bytes) -> tuple[int, int]:
         at += 2 + int.from_bytes(encoded[at + 2 : at + 4], "big")
     height, width = _JPEG_SIZE.unpack_from(encoded, at + 5)
     return width, height
-
-
-async def _exchange(process: asyncio.subprocess.Process, page: int, content: bytes) -> tuple[int, bytes]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(REQUEST.pack(page, len(content)))
-    process.stdin.write(content)
-    await process.stdin.drain()
-    kind, length = REPLY.unpack(await process.stdout.readexactly(REPLY.size))
-    return kind, await process.stdout.readexactly(length)
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
 
 
 def _with_urls(value: Any, urls: Any) -> Any:
