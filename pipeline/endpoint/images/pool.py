@@ -149,7 +149,7 @@ class ImagePool:
         async with self._free:
             num_tries = 0
             while True:
-                decoder = self._least_busy()
+                decoder = self._decoder_for_next()
                 decoder.num_open += 1
                 try:
                     kind, reply = await decoder.exchange(page, content)
@@ -172,7 +172,7 @@ class ImagePool:
                 self.num_first_frames += kind == FIRST_FRAME
                 return reply
 
-    def _least_busy(self) -> _Decoder:
+    def _decoder_for_next(self) -> _Decoder:
         """Return a decoder with the fewest images, a new one as long as there may be more and all have some."""
         given, decoders = self._options, self._decoders
         fewest = min(decoders, key=lambda decoder: decoder.num_open, default=None)
