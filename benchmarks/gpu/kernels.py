@@ -8,7 +8,7 @@ Suffixes as in `kernels/contract.py`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from pipeline.kernels.select import select_kernels
 from tests.gpu.inputs import Heads, paged_step, random_fp8, random_int4
 
 EPS = 1e-5
+PROGRAMS_AND_WARPS = ((3, 4), (4, 2))  # per multiprocessor, besides the served ones
 NUM_DRAFTS = 4  # draft tokens of each sequence in verification steps
 SERVED, ROUNDED_APART = "served", "apart"
 FP8_FORMS = "fp8", "fp8, blocks"
@@ -208,12 +209,13 @@ class Layer:
     def decode(self, contexts: list[int], queries: int = 1, is_fp8: bool = False, shared: int = 0) -> Work:
         """Decode the last `queries` tokens of each sequence."""
         step = self._step([queries] * len(contexts), contexts, is_fp8, shared)
-        call = partial(
-            self.kernels.attention, step.q_TND, step.cache, step.attn_metadata, self.size.head_dim**-0.5, None
-        )
-        variants = {
-            SERVED: call,
-        }
+        options = self.size.head_dim**-0.5, None
+        variants = {SERVED: partial(self.kernels.attention, step.q_TND, step.cache, step.attn_metadata, *options)}
+        if self.device.type == "cuda" and not is_fp8:
+            for programs, warps in PROGRAMS_AND_WARPS:
+                planned = replace(step.attn_metadata, plans={})
+                call = partial(self.kernels.attention, step.q_TND, step.cache, planned, *options)
+                variants[f"{programs} x {warps}"] = partial(_with_programs, programs, warps, call)
         lengths = f"{contexts[0]:,}" if len(set(contexts)) == 1 else f"{min(contexts):,} to {max(contexts):,}"
         shape = f"{len(contexts):,} at {lengths}"
         shape += f", {shared:,} shared" if shared else ""
@@ -344,6 +346,18 @@ class Layer:
                 return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
         return call
+
+
+def _with_programs(programs: int, warps: int, call: Callable[[], Any]) -> Any:
+    """Run decode attention with other numbers of programs per multiprocessor and of warps per program."""
+    from pipeline.kernels.triton.attention import decode, decode_metadata
+
+    served = decode_metadata.programs_and_warps
+    decode.programs_and_warps = decode_metadata.programs_and_warps = lambda *_: (programs, warps)
+    try:
+        return call()
+    finally:
+        decode.programs_and_warps = decode_metadata.programs_and_warps = served
 
 
 def _codes_and_scales(x: Any, linear: Any) -> tuple[torch.Tensor, torch.Tensor]:
