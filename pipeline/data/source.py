@@ -20,7 +20,7 @@ import pyarrow as pa
 from pipeline.data.columns import UnifiedColumn, decoded_bytes, did_you_mean, empty_table, plain_array, plain_schema
 from pipeline.data.dataset_files import InputFormat, SkippedFile, dataset_columns, files_of
 from pipeline.data.files.footer import DamagedFile, decoding
-from pipeline.data.files.formats import format_of, of_one_format
+from pipeline.data.files.formats import format_by_name, format_of, of_one_format
 from pipeline.data.files.hub_splits import hub_input
 from pipeline.data.files.json_lines import read_slices as read_lines
 from pipeline.data.files.listing import find_files, has_magic, is_local
@@ -188,7 +188,7 @@ def open_source(
     shown = shown_url(fs.unstrip_protocol(root)) if not is_local(fs) else root
     names = [posixpath.join(shown, relative) for relative, _ in found]
     others: list[tuple[str, int]] = []
-    if not listed.is_named:
+    if not listed.is_named or (kind == "rows" and found[0][1] and format_by_name(names[0]) is None):
         name = f"input.path {shown_url(path)}"
         found, others = pdfs_of(found, name) if kind == "pdf" else of_one_format(fs, root, found, name, names)
         names = [posixpath.join(shown, relative) for relative, _ in found]

@@ -87,7 +87,7 @@ def measured_speed(
     times = [_time_over(run, prompt_us, generated_us) for run in chosen]
     ratio = max(times) / max(1e-9, min(times))
     spread_text = f", the slowest took {ratio:.1f} times as long as the fastest" if ratio >= NOTABLE_RATIO else ""
-    source_text = f"{counted(len(chosen), 'run')} on this machine{spread_text}, the last one {last.started_at[:10]}"
+    source_text = f"{counted(len(chosen), 'earlier run')}{spread_text}, the last on {last.started_at[:10]}"
     return Speed(
         startup_us=sum(actor.phases_us["startup"] for actor in actors) / len(actors),
         load_us=sum(actor.phases_us["load"] for actor in actors) / len(actors),

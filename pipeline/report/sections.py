@@ -197,7 +197,7 @@ def _cost(report: RunReport) -> Section:
     cost = report.cost
     if cost.total_usd is None:
         runs = f" ({cost.unpriced_runs} runs without a price)" if cost.unpriced_runs > 1 else ""
-        note = "Set cost.hourly_usd, the hourly price of one engine's machine, to see the cost."
+        note = "Set cost.hourly_usd (--hourly-price), the price of one engine's machine per hour, to see the cost."
         return Section(title="Cost", rows=[("total", f"unpriced{runs}")], notes=[note])
     rows = [
         ("total", cost.total_usd),

@@ -16,6 +16,7 @@ from pipeline.data.prompt_template import in_template
 from pipeline.data.requests.openai_batch import OF_LINE
 from pipeline.data.source import open_source
 from pipeline.errors import ConfigError
+from pipeline.starter.look import PROMPT_NAMES
 from pipeline.stores.redaction import shown_url
 from pipeline.stores.retries import RetryCounts
 
@@ -89,10 +90,11 @@ def _prompt(data: str, prompt: str | None) -> Values:
     for key, name in (("messages", "messages"), ("column", "prompt")):
         if name in names:
             return {f"prompt.{key}": (name, "DATA")}
-    first = in_template(names[0]) if names else "text"
+    usual = [name for name in names if name.lower() in PROMPT_NAMES]
+    example = in_template((usual or names)[0]) if names else "text"
     raise ConfigError(
         f"--prompt: expected a template over the columns of {shown_url(data)} ({', '.join(names)}), such as --prompt "
-        f'"Summarize: {{{first}}}"'
+        f'"Summarize: {{{example}}}"'
     )
 
 

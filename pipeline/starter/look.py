@@ -33,7 +33,7 @@ LOOKED_AT_ROWS = 200
 _WINDOW_BYTES = 16 << 20
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 # Usual names of the prompt column, the most likely first.
-_PROMPT_NAMES = ("messages", "conversation", "turns", "prompt", "instruction", "question", "text", "content", "body",
+PROMPT_NAMES = ("messages", "conversation", "turns", "prompt", "instruction", "question", "text", "content", "body",
                  "document", "input", "report")  # fmt: skip
 
 
@@ -118,7 +118,7 @@ def _prompt_of(source: Source, rows: pa.Table) -> tuple[str, Literal["messages",
     """Choose the prompt column: a chat, or else a text, preferring usual names and then the longest values."""
 
     def rank(name: str) -> tuple[int, float]:
-        known = _PROMPT_NAMES.index(name.lower()) if name.lower() in _PROMPT_NAMES else len(_PROMPT_NAMES)
+        known = PROMPT_NAMES.index(name.lower()) if name.lower() in PROMPT_NAMES else len(PROMPT_NAMES)
         return known, -_mean_length(rows, name)
 
     chats = [name for name in source.schema.names if _is_chat(rows, name)]

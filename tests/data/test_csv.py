@@ -110,6 +110,7 @@ def test_a_bad_row_is_refused_by_file_and_line_or_an_error_row(tmp_path, line, m
     (b"x,\n1,2\n", r"a.csv:1: the header has no name for column 2; name it \(pandas: index=False\)"),
     (b"x,y,x\n1,2,3\n", "a.csv:1: the header has more than one column 'x'"),
     (b"x,\xff\n1,2\n", "a.csv:1: the header is not UTF-8"),
+    (b"x;y\n1;so, so\n", "a.csv:2: expected 1 field, as in the header, but got 2; a .csv has commas between fields;"),
     (b'x,"y\n1,2\n', "a.csv:1: the header has a quote that is not closed"),
     (b'x\n"' + b"y" * 3000 + b'"', "a.csv: a row of more than"),
 ])  # fmt: skip

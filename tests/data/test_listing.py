@@ -532,7 +532,7 @@ def test_an_explicit_file_is_read_whatever_its_name(write):
     leave(folder, {"state.json": b'{"text": "x"}\n', "notes.txt": b"no rows"})
     assert open_source(f"{folder}/README.md").num_rows == 2
     assert open_source(f"{folder}/state.json").num_rows == 1
-    with pytest.raises(InputError, match=r"notes\.txt: not a Parquet file"):
+    with pytest.raises(InputError, match=r"found 1 \.txt \(notes\.txt\); expected \.parquet, .*\.csv"):
         open_source(f"{folder}/notes.txt")
 
 

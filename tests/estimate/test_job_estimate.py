@@ -81,7 +81,7 @@ def test_several_samples_of_a_row_are_planned(tmp_path):
 def test_a_probe_is_enough_and_the_run_reuses_its_rows(tmp_path):
     shown = plan(tmp_path / "out", "--probe", "16")
     assert "from 16 rows of 1 earlier run of this job" in shown
-    assert "On this machine, by 1 run" in shown
+    assert "On this machine, by 1 earlier run, the last on" in shown
     report = run(tmp_path / "out")
     assert report["work"]["resumed_rows"] == 16
     assert report["rows"]["completed"] == 96

@@ -57,7 +57,7 @@ def test_low_and_high_are_the_fastest_and_the_slowest_run():
     slower = remembered(prefill_us=4000, decode_us=10_000)
     speed = measured_speed([slower, remembered()], 10**6)
     assert (speed.fastest, speed.slowest) == (pytest.approx(2 / 3), pytest.approx(4 / 3))
-    assert speed.comes_from.startswith("2 runs on this machine, the slowest took 2.0 times as long as the fastest")
+    assert speed.comes_from.startswith("2 earlier runs, the slowest took 2.0 times as long as the fastest")
     far = measured_speed([remembered(prefill_us=20_000, decode_us=50_000), remembered()], 10**6)
     assert far.slowest * far.generated_token_us == pytest.approx(100)
     assert far.fastest * far.generated_token_us == pytest.approx(10)

@@ -94,6 +94,9 @@ def test_without_a_prompt_the_columns_leave_no_doubt():
     assert job(target="r.jsonl", model="demo").input.format == "openai"
     with pytest.raises(ConfigError, match=r'columns of .*my data.v1.parquet \(text\), such as .*"Summarize: {text}"'):
         job(model="demo")
+    Path("reviews.csv").write_text("review_id,Text\n1,good\n")
+    with pytest.raises(ConfigError, match=r'\(review_id, Text\), such as .*"Summarize: {Text}"'):
+        job(target="reviews.csv", model="demo")
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def demo(folder: str, as_json: bool) -> None:
         return print_json({"job": f"{folder}/summarize.yaml", "data": [*map(str, reports), f"{folder}/reviews.csv"]})
     print_result(f"Wrote {folder}/summarize.yaml, {folder}/data and {folder}/reviews.csv. Next:")
     print_result(f"  pipeline run {folder}/summarize.yaml")
-    print_result("  python -m pipeline.demo.check out/summarize    compare every summary with its report")
+    print_result("  python -m pipeline.demo.check out/summarize    # compares every summary with its report")
     question = "What is the sentiment of this review, positive or negative? Review: {text}"
     print_result(f'  pipeline run {folder}/reviews.csv --prompt "{question}" \\')
-    print_result("      --labels positive,negative --model Qwen/Qwen3-4B    or any other model")
+    print_result("      --labels positive,negative --model Qwen/Qwen3-4B    # or another model")

@@ -18,6 +18,7 @@ from pipeline.data.files.scan_cache import scanned
 from pipeline.data.files.source_file import Slice, SliceRead, SourceFile
 from pipeline.data.files.text_blocks import BOM, MAX_ROW_BYTES, BadRow, Row, read_blocks, scan, uncompressed
 from pipeline.errors import InputError
+from pipeline.formatting import counted
 
 
 class CsvRows:
@@ -51,7 +52,9 @@ class CsvRows:
             if isinstance(fields, BadRow):
                 yield number, fields
             elif len(fields) != len(self.header):
-                yield number, BadRow(f"expected {len(self.header)} fields, as in the header, but got {len(fields)}")
+                expected = f"expected {counted(len(self.header), 'field')}, as in the header, but got {len(fields)}"
+                has_semicolons = self._delimiter == "," and len(self.header) == 1 and ";" in self.header[0]
+                yield number, BadRow(f"{expected}; a .csv has commas between fields" if has_semicolons else expected)
             else:
                 yield number, dict(zip(self.header, fields))
 

@@ -9,7 +9,8 @@ is tokenized or written.
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -71,6 +72,8 @@ class Worker:
         self._copies_rows = config.run.copy_equal_rows and spec.job.row_fn is None and all(greedy)
         self._again, self._sample, self._run_id = spec.again, spec.sample, spec.run_id
         self._partial = PartialUnits(store, spec.fingerprint, self.note)
+        self._resumed_rows = 0  # of open units: finished by an earlier run
+        self._saved_rows = 0
         self._write = PartWriter(
             store,
             fingerprint=spec.fingerprint,
@@ -129,6 +132,8 @@ class Worker:
         if self._sample or len(rows) < len(requests):
             if done + unfinished:
                 self._partial.save(unit, done + unfinished)
+                with self._lock:
+                    self._saved_rows += len(done)
                 self._add(kept_tokens=_new_tokens(done + unfinished, kept))
             if len(rows) == len(requests):
                 return self._sampled(unit, failed + rows)
@@ -175,8 +180,20 @@ class Worker:
             return list(rows.finished()), list(rows.unfinished())
         known = {completion.row_id for completion in kept}
         params = {request.row_id: request.params for request in requests}
-        generated = self._supervisor.generate([r for r in requests if r.row_id not in known])
+        with self._resuming(len(kept)):
+            generated = self._supervisor.generate([r for r in requests if r.row_id not in known])
         return kept + [checked(done, params[done.row_id]) for done in generated], []
+
+    @contextmanager
+    def _resuming(self, num_rows: int) -> Iterator[None]:
+        """Count rows of an earlier run as finished while the rest of their unit is computed."""
+        with self._lock:
+            self._resumed_rows += num_rows
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._resumed_rows -= num_rows
 
     def _sampled(self, unit: Unit, completions: list[Completion]) -> UnitSummary:
         errors = {done.row_id for done in completions if done.error == RowError.INVALID_MESSAGES}
@@ -245,7 +262,8 @@ class Worker:
             )
             return ActorState(
                 record,
-                self._supervisor.open_rows_done(),
+                self._supervisor.open_rows_done() + self._resumed_rows,
+                saved_rows=self._saved_rows,
                 at_rest=self._supervisor.at_rest(),
                 resolved=self._supervisor.resolved,
                 loading=self._supervisor.loading,

@@ -135,13 +135,11 @@ class Driver:
         if self.stop.count:
             self.log.stopped_by = ""
             return self._drain(flow)
-        so_far = f"{self.totals.now().rows} of {self.num_rows} rows written"
         advice = "Raise it to continue." if limit.key == BUDGET else "The next run continues."
         if limit.key != BUDGET and not self.log.written.rows:
             advice = "Raise it if the next run ends before any unit too."
         raise LimitReached(
-            f"{limit.key} reached: another unit would have exceeded it, so the run stopped with {so_far}; finished "
-            f"rows of open units are saved. {advice}"
+            f"{limit.key} reached: another unit would have exceeded it, so the run stopped {self._so_far()}. {advice}"
         )
 
     def _drain(self, flow: "Dataflow | InProcessDataflow") -> None:
@@ -152,8 +150,13 @@ class Driver:
         """
         self.reporter.note(f"draining: {self.stop.reason}")
         self._wind_down(flow, Order.DRAIN, self.settings.drain_timeout)
-        written = self.totals.now().rows
-        raise Interrupted(f"Stopped by {self.stop.reason} with {written} of {self.num_rows} rows written.")
+        raise Interrupted(f"Stopped by {self.stop.reason} {self._so_far()}.")
+
+    def _so_far(self) -> str:
+        """Return the numbers of rows that the next run need not compute. No unit is open."""
+        written = f"with {self.totals.now().rows:,} of {self.num_rows:,} rows written"
+        saved = sum(actor.saved_rows for actor in self.log.actors)
+        return written + f", and {counted(saved, 'finished row')} of open units saved" * (saved > 0)
 
     def _wind_down(self, flow: "Dataflow | InProcessDataflow", order: Order, finish_s: float) -> None:
         """Give an order; after finish_s stop midway through open units. A signal ends it at once."""

@@ -11,7 +11,8 @@ class ActorState:
     """State of an actor: its record, and its open units."""
 
     record: ActorRecord
-    open_rows_done: int = 0  # rows of open units that the engine has finished
+    open_rows_done: int = 0  # finished rows of open units, also those that an earlier run finished
+    saved_rows: int = 0  # finished rows of units that a stop left open, saved for the next run
     at_rest: str = "startup"  # the phase of its time until the next report
     resolved: Mapping[str, str | int] = field(default_factory=dict)
     loading: str = ""  # what its engine is loading; empty once it is up

@@ -66,14 +66,17 @@ def test_a_stop_in_a_large_unit_of_short_rows_begins_no_more_and_keeps_what_has_
     texts = [f"text {i}" for i in range(1024)]
     job.fake(step_s=0.01, max_num_seqs=4).rows(texts)
     sections = {"output": {"rows_per_file": 1024}, "run": {"window_rows": 5000, "drain_timeout": "1 s"}}
-    with pytest.raises(Interrupted, match="Stopped by SIGINT with 0 of 1024 rows written"):
+    with pytest.raises(Interrupted, match="Stopped by SIGINT with 0 of 1,024 rows written, and ") as stopped:
         run(job, [(lambda status: status.rows_done > 50, signal.SIGINT)], **sections)
     (partial,) = (job.output / "_pipeline" / "partial").iterdir()
     kept = len(json.loads(partial.read_text())["rows"])
     (actor,) = runs(job)[0]["actors"]
     assert 50 < kept < 600
+    assert f", and {kept} finished rows of open units saved." in str(stopped.value)
     assert actor["kept_tokens"]["generated"] == actor["stats"]["generated_tokens"]  # no row was begun in vain
-    report, _ = run(job, **sections)
+    shown = []
+    report, _ = run(job, show=lambda status: shown.append(status.rows_done), **sections)
+    assert next(filter(None, shown)) >= kept  # progress continues where it stopped
     job.check(texts)
     assert report.work.resumed_rows == kept
 
