@@ -21,6 +21,7 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
     """Print the rows of the last run, which computed a sample."""
     from pipeline.data.output.parts import PartStore
     from pipeline.job.actor.write import SAMPLES
+    from pipeline.job.dataflow.reading import evenly
     from pipeline.job.running.sample import read_sample
 
     run_id = report.runs[-1].run_id
@@ -29,9 +30,7 @@ def print_sample(config: "JobConfig", report: "RunReport", output: str, as_json:
     )
     if as_json:
         return print_json({**report.to_json(), "sample": [asdict(row) for row in rows]})
-    shown = (
-        [rows[(2 * i + 1) * len(rows) // (2 * MAX_SHOWN)] for i in range(MAX_SHOWN)] if len(rows) > MAX_SHOWN else rows
-    )
+    shown = evenly(rows, MAX_SHOWN)
     for row in shown:
         print_result(_shown(row))
     errors = counted(sum(row.error is not None for row in rows), "error row")

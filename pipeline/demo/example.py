@@ -14,7 +14,6 @@ JOB = Path(__file__).with_name("summarize.yaml")
 NUM_FILES = 4
 ROW_GROUPS_PER_FILE = 4
 ROWS_PER_GROUP = 128
-NUM_REPORTS = NUM_FILES * ROW_GROUPS_PER_FILE * ROWS_PER_GROUP
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in ("report_id", "report")])
 _PRODUCTS = ("This phone", "The kettle", "My new lamp", "The backpack", "This blender", "The tent", "Our printer",
              "The headset", "This jacket", "The keyboard")  # fmt: skip

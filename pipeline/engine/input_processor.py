@@ -5,8 +5,9 @@ import time
 import numpy as np
 
 from pipeline.engine.final_check import checked, is_checked
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.grammar.validity import import_jsonschema
-from pipeline.engine.reading.sequences import ModelOutputs, prompt_reader, sequence_of, unsupported_reason
+from pipeline.engine.reading.sequences import prompt_reader, sequence_of, unsupported_reason
 from pipeline.engine.reasoning.requests import RequestReasoning
 from pipeline.engine.request import Request
 from pipeline.engine.samples import ParentRequest, sample_seed
@@ -29,7 +30,7 @@ class InputProcessor:
         self._reasoning = RequestReasoning(tokenizer)
         self._order = 0
 
-    def add(self, request: Request, call: RequestStream, model: ModelOutputs) -> None:
+    def add(self, request: Request, call: RequestStream, model: Runner) -> None:
         """Add a request of `call`. Raises ConfigError for token ids of other types, or if the tokenizer lacks the
         markers of `reasoning`."""
         refused = self._refusal(request, model)
@@ -42,7 +43,7 @@ class InputProcessor:
         for sequence in sequences:
             self._queue(sequence, model.vocab_size)
 
-    def _refusal(self, request: Request, model: ModelOutputs) -> tuple[RowError, str] | None:
+    def _refusal(self, request: Request, model: Runner) -> tuple[RowError, str] | None:
         """Return why the request cannot be served, if that does not depend on its tokens."""
         params, no_reasoning, known = request.params, None, self._scheduler.table.adapter_index
         if params.reasoning is not None:
@@ -59,7 +60,7 @@ class InputProcessor:
             refused = RowError.UNKNOWN_ADAPTER, f"adapter {request.adapter!r:.80}: this engine has {names}"
         return refused
 
-    def _sequences(self, request: Request, call: RequestStream, model: ModelOutputs) -> list[Sequence]:
+    def _sequences(self, request: Request, call: RequestStream, model: Runner) -> list[Sequence]:
         """Return the request's sequences: one, or `n` that share the blocks of its prompt."""
         params, first, queued_us = request.params, self._order, time.monotonic_ns() // 1000
         if request.task is not None:

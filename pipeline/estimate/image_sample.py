@@ -22,10 +22,8 @@ def image_tokens_of_a_row(plan: JobPlan, folder: Path) -> Interval | None:
     of the model in `folder` is unknown. Decodes the images of rows that are evenly spread over the input."""
     config = plan.job.work_config()
     assert isinstance(config, EndpointConfig)
-    limit = plan.job.config.input.limit
-    total = plan.source.num_rows if limit is None else min(limit, plan.source.num_rows)
     rows: list[list[bytes | str]] = []
-    for window in sampled(total, MAX_ROWS):
+    for window in sampled(plan.num_rows, MAX_ROWS):
         for unit in window_units(plan.source, window, plan.job.prompt_units):
             columns = unit.own("_images").to_pylist(), unit.own("_error").to_pylist()
             rows += [
@@ -40,7 +38,7 @@ def image_tokens_of_a_row(plan: JobPlan, folder: Path) -> Interval | None:
     pool = ImagePool(with_documents(config, plan.source).images, config.storage_options)
     tokens = asyncio.run(_tokens(rows, pool, formula))
     mean = fmean(tokens or [0])
-    error = 2 * stdev(tokens) / sqrt(len(tokens)) if 1 < len(tokens) < total else 0.0
+    error = 2 * stdev(tokens) / sqrt(len(tokens)) if 1 < len(tokens) < plan.num_rows else 0.0
     return Interval(max(0.0, mean - error), mean, mean + error)
 
 

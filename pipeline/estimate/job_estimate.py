@@ -131,7 +131,7 @@ def estimate_job(
     block = BLOCK_SIZES[plan.device.partition(":")[0]]
     log(f"reading a sample of {min(sample, plan.num_rows):,} rows")
     context = config.engine.max_model_len or model.config.max_position
-    prompts = sample_prompts(job, plan.source, tokenize, sample, block, context)
+    prompts = sample_prompts(plan, tokenize, sample, block, context)
     if not prompts.requests:
         raise ConfigError(
             f"input.path {shown_url(config.input.path)}: none of the {prompts.rows} sampled rows has a usable prompt"

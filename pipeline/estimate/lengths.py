@@ -11,12 +11,12 @@ from statistics import fmean, stdev
 
 import numpy as np
 
-from pipeline.data.source import InputWindow, Source
+from pipeline.data.source import InputWindow
 from pipeline.data.units import MAX_BUDGET, window_units
 from pipeline.engine.request import Request
-from pipeline.job.actor.resolved_job import ResolvedJob
 from pipeline.job.actor.tokenize import Tokenize
 from pipeline.job.planning.history import Remembered
+from pipeline.job.planning.plan import JobPlan
 from pipeline.job.preview.prompt_preview import sampled
 from pipeline.report.estimate import Interval
 from pipeline.report.record.row_stats import Histogram, RowStats, StepStats, length_bucket
@@ -60,18 +60,14 @@ class PromptSample:
         return Interval(max(0.0, mean - error), mean, mean + error).times(self.growth)
 
 
-def sample_prompts(
-    job: ResolvedJob, source: Source, tokenize: Tokenize, rows: int, block_size: int, context: int
-) -> PromptSample:
+def sample_prompts(plan: JobPlan, tokenize: Tokenize, rows: int, block_size: int, context: int) -> PromptSample:
     """Read about `rows` rows, evenly spread over the input, and tokenize them. context: tokens that a prompt and its
     completion may have together. Longer prompts are errors; requests generate at most what the prompt leaves."""
-    limit = job.config.input.limit
-    total = source.num_rows if limit is None else min(limit, source.num_rows)
     requests: list[Request] = []
     means: list[float] = []
     errors = dropped = reserved = 0
-    for window in sampled(total, rows):
-        of_units = list(_requests(job, source, window, tokenize))
+    for window in sampled(plan.num_rows, rows):
+        of_units = list(_requests(plan, window, tokenize))
         every = [request for requests, _, _ in of_units for request in requests]
         fitting = [r for r in every if len(r.prompt_token_ids) <= context - (r.task is None)]
         found = [_capped(request, context) for request in fitting]
@@ -86,7 +82,7 @@ def sample_prompts(
         tuple(requests),
         len(requests) + errors + dropped,
         errors,
-        total,
+        plan.num_rows,
         _shared(requests, block_size),
         tuple(means),
         repeated,
@@ -109,11 +105,9 @@ def tail(prompt_tokens: int, block_size: int) -> int:
     return prompt_tokens - max(0, prompt_tokens - 1) // block_size * block_size
 
 
-def _requests(
-    job: ResolvedJob, source: Source, window: InputWindow, tokenize: Tokenize
-) -> Iterator[tuple[list[Request], int, int]]:
+def _requests(plan: JobPlan, window: InputWindow, tokenize: Tokenize) -> Iterator[tuple[list[Request], int, int]]:
     """Yield the requests of each unit, and its numbers of failed and of dropped rows."""
-    for unit in window_units(source, window, job.prompt_units):
+    for unit in window_units(plan.source, window, plan.job.prompt_units):
         requests, failed = tokenize(unit)
         yield requests, len(failed), len(unit.dropped())
 

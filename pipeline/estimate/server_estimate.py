@@ -194,7 +194,7 @@ def _sampled_prompts(plan: JobPlan, rows_left: int, rows: int) -> Interval | Non
         folder = folder_here(model.path, model.revision)
         if folder is not None:
             tokenize = plan.job.tokenize(Tokenizer.from_folder(str(folder), None), wall_time())
-            found = sample_prompts(plan.job, plan.source, tokenize, rows, 1, sys.maxsize)
+            found = sample_prompts(plan, tokenize, rows, 1, sys.maxsize)
             images = image_tokens_of_a_row(plan, folder)
             if not found.requests or images is None:
                 return None

@@ -170,9 +170,9 @@ def _over_time(report: RunReport) -> Iterator[Chart]:
     yield curve("kv", "KV cache in use", f"At most {percent(max(kv) / 100)}.", "%", kv=kv)
 
 
-def _bars(values: dict[str, tuple[float, str]], whole: float = 0.0) -> list[BarRow]:
-    """Return a bar for each label -> (value, text). whole: the value of a full track; 0: the largest value."""
-    whole = whole or max((value for value, _ in values.values()), default=0.0) or 1.0
+def _bars(values: dict[str, tuple[float, str]]) -> list[BarRow]:
+    """Return a bar for each label -> (value, text). The largest value fills its track."""
+    whole = max((value for value, _ in values.values()), default=0.0) or 1.0
     return [BarRow(label, text, ((0.0, value / whole),)) for label, (value, text) in values.items()]
 
 

@@ -143,11 +143,6 @@ class DecoderSize:
         """Parameters of experts that compute a token, without shared ones."""
         return 0 if self.experts is None else int(self._expert_parameters(self.experts.top_k))
 
-    @property
-    def active_parameters(self) -> int:
-        """Parameters of the layers' linears that compute a token."""
-        return self.linear_parameters - self.expert_parameters + self.active_expert_parameters
-
     def read_parameters(self, num_tokens: float) -> tuple[float, float]:
         """Return the parameters of linears that a step reads: those that compute all tokens, and the experts'."""
         read = 0.0 if self.experts is None else self._expert_parameters(self.experts.used(num_tokens))
@@ -177,11 +172,6 @@ class DecoderSize:
     @property
     def head_parameters(self) -> int:
         return self.hidden * self.vocab
-
-    @property
-    def fp8_value_bytes(self) -> float:
-        """Bytes of one number in an fp8 KV cache, including its share of the scale of its token and head."""
-        return 1.0 + SCALE_BYTES / self.head_dim
 
     def kv_bytes_per_token(self, value_bytes: float = DENSE_BYTES) -> float:
         return 2 * sum(values for _, values in self.kv_widths().values()) * value_bytes

@@ -2,21 +2,17 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
 
-
-class Encodes(Protocol):
-    """The part of a tokenizer that labels need."""
-
-    @property
-    def end_token_id(self) -> int | None: ...
-
-    def continuation(self, ids: Sequence[int], text: str) -> list[int]: ...
+if TYPE_CHECKING:
+    from pipeline.tokenization.tokenizer import Tokenizer
 
 
-def encode_labels(tokenizer: Encodes, prompt_token_ids: Sequence[int], labels: Sequence[str]) -> list[tuple[int, ...]]:
+def encode_labels(
+    tokenizer: "Tokenizer", prompt_token_ids: Sequence[int], labels: Sequence[str]
+) -> list[tuple[int, ...]]:
     """Return the token ids of each label as it follows the prompt.
 
     If one label is a prefix of another ("no", "not sure"), the end of text is appended to each: otherwise the shorter

@@ -40,7 +40,7 @@ def test_sizes_are_those_of_the_model():
     assert SIZE.kv_bytes_per_token() == 2 * 2 * 2 * 64 * 2
     assert LLAMA_8B.linear_parameters + 2 * LLAMA_8B.head_parameters == 8_029_995_008  # 8.03e9, without norms
     assert LLAMA_8B.kv_bytes_per_token() == 131_072
-    assert LLAMA_8B.kv_bytes_per_token(LLAMA_8B.fp8_value_bytes) == 2 * 32 * 8 * (128 + 4)
+    assert LLAMA_8B.kv_bytes_per_token(1 + 4 / 128) == 2 * 32 * 8 * (128 + 4), "in fp8, a scale per token and head"
 
 
 def test_layers_with_heads_of_their_own_are_counted_each():
@@ -66,18 +66,19 @@ def test_a_step_reads_the_experts_that_its_tokens_use():
     size = replace(SIZE, experts=ExpertSize(layers=1, num_experts=4, top_k=1, width=128, shared_width=64))
     for_all = dense + 256 * 4 + 3 * 256 * 64 + 3 * 256 * 512  # a router, a shared expert, a layer without experts
     assert size.linear_parameters == for_all + 4 * every
-    assert size.active_parameters == for_all + every
+    assert size.active_expert_parameters == every
     for tokens, used in (1, 1.0), (2, 1.75), (1000, 4.0):  # the second token repeats the first's expert in a quarter
         seconds = step_seconds(step([1] * tokens, [10] * tokens, 0), size, DENSE, replace(CARD, flops_per_s=1e18))
         assert seconds.linears_s == pytest.approx((for_all + used * every) * 2 / 1e9)
     many = step_seconds(step([50_000], [50_000], 0), size, DENSE, CARD)
-    assert many.linears_s == pytest.approx(2 * 50_000 * size.active_parameters / 1e12)
+    assert many.linears_s == pytest.approx(2 * 50_000 * (for_all + every) / 1e12)
 
 
 def test_a_model_with_experts_has_the_size_that_its_publisher_states():
     size = SHAPES["qwen3-30b-a3b"].size
     assert (size.linear_parameters + 2 * size.head_parameters) / 1e9 == pytest.approx(30.5, abs=0.05)
-    assert (size.active_parameters + 2 * size.head_parameters) / 1e9 == pytest.approx(3.3, abs=0.1)
+    active = size.linear_parameters - size.expert_parameters + size.active_expert_parameters
+    assert (active + 2 * size.head_parameters) / 1e9 == pytest.approx(3.3, abs=0.1)
 
 
 def test_a_long_prompt_is_computing():

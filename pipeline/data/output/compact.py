@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipeline.data.output.documents import document_schema, joined, whole_documents
-from pipeline.data.output.inventory import counted_rows
+from pipeline.data.output.inventory import finished_counts
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, UNIT_KEY, PartName, PartStore
 from pipeline.data.output.result_columns import is_first_sample, result_column, row_ids_of, sample_indices
@@ -110,14 +110,9 @@ def compact(
     Raises OutputError if the job is not finished, its output differs from `_SUCCESS`, or the new folder holds other
     files; EnvironmentFailed if a disk or store fails.
     """
-    raw = source.folder.read(SUCCESS)
-    if raw is None:
-        raise OutputError(
-            f"{source.path}: no _SUCCESS, so the job is not finished; finish it with `pipeline run` first"
-        )
     source.refuse_inside(target.path, "--output")
-    counts = _counts(source, raw)
-    parts = _parts(source, counts)
+    raw, counts = source.folder.read(SUCCESS) or b"", finished_counts(source)
+    parts = list(source.list(counts["fingerprint"][:8]).parts())
     plan = _claim(source, target, parts, counts["fingerprint"], hashlib.sha256(raw).hexdigest(), order, target_bytes)
     existing = set(target.folder.names(""))
     if SUCCESS in existing:
@@ -156,34 +151,6 @@ def compact(
         totals.num_error_rows,
         totals.output_rows,
     )
-
-
-def _counts(source: PartStore, raw: bytes) -> dict[str, Any]:
-    try:
-        counts = json.loads(raw)
-        numbers = [counts[name] for name in ("completed_rows", "error_rows", "num_generated_tokens", "output_rows")]
-        texts = [counts[name] for name in ("job", "fingerprint", "rows_checksum")]
-        known = all(isinstance(n, int) for n in numbers) and all(isinstance(t, str) for t in texts)
-    except (ValueError, KeyError, TypeError):
-        known = False
-    if not known:
-        raise OutputError(
-            f"{source.path}/{SUCCESS}: not written by `pipeline run` of this version; expected the output of a job"
-        )
-    return counts
-
-
-def _parts(source: PartStore, counts: dict[str, Any]) -> list[PartName]:
-    """Return all parts in the order of windows and units."""
-    source.list(counts["fingerprint"][:8])  # raises if the folder holds other files
-    found = [name for name in map(PartName.parse, source.folder.names("")) if name is not None]
-    rows = sum(name.rows for name in found)
-    if rows != counted_rows(counts):
-        raise OutputError(
-            f"{source.path}: its parts hold {rows:,} rows, but _SUCCESS counts "
-            f"{counted_rows(counts):,}; parts were added or removed since. Run `pipeline run` to check and complete it"
-        )
-    return sorted(found, key=lambda name: (name.window, name.unit))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.output.result_columns import WHEN
 from pipeline.errors import OutputError
 
+_OF_A_RUN = ("job", "fingerprint", "output_rows", "num_generated_tokens", "rows_checksum")
+
 
 @dataclass(frozen=True)
 class Inventory:
@@ -82,8 +84,11 @@ def output_problem(store: PartStore) -> str | None:
 def finished_counts(store: PartStore) -> dict[str, Any]:
     """Return the counts of `_SUCCESS`. Raises OutputError if the job is not finished, or its parts differ from them."""
     counts = read_counts(store)
-    if counts is None:
-        raise OutputError(f"{store.path}: no _SUCCESS, so the job is not finished; finish it with `pipeline run` first")
+    if counts is None or any(name not in counts for name in _OF_A_RUN):
+        raise OutputError(
+            f"{store.path}: no _SUCCESS that `pipeline run` wrote, so the job is not finished; finish it with "
+            "`pipeline run` first"
+        )
     if (damage := Inventory.from_store(store).wrong(counts)) is not None:
         raise OutputError(f"{store.path}: {damage}; `pipeline verify` lists the damage")
     return counts

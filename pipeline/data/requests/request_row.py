@@ -159,9 +159,9 @@ def parameter(name: str, value: Any, key: str) -> Any:
     raise Refused(f"{key}: expected {EXPECTED[kind]}, got {shortened(value)}")
 
 
-def shortened(value: object, most: int = 80) -> str:
+def shortened(value: object) -> str:
     """Return an untrusted value for a message, shortened."""
     if isinstance(value, list | dict):
         return f"{'a list' if isinstance(value, list) else 'an object'} of {len(value)}"
-    text = repr(value) if not isinstance(value, str) or len(value) <= most else repr(value[:most]) + "..."
-    return text if len(text) <= most + 5 else text[:most] + "..."
+    text = repr(value) if not isinstance(value, str) or len(value) <= 80 else repr(value[:80]) + "..."
+    return text if len(text) <= 85 else text[:80] + "..."

@@ -16,7 +16,7 @@ Suffixes: those of `kernels/contract.py`; P tokens of a padded step, H hidden.
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +34,7 @@ SayProgress = Callable[[int, int], None]  # number captured, total
 Forward = Callable[
     [torch.Tensor, torch.Tensor, AttentionInput], torch.Tensor
 ]  # token ids, positions -> last hidden states
-
-
-class Capture(Protocol):
-    """Run a function and return a callable that runs the same work again, on the same tensors."""
-
-    def __call__(self, function: Callable[[], None]) -> Callable[[], None]: ...
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # runs a function, and returns one that repeats its work
 
 
 class CudaCapture:

@@ -7,12 +7,13 @@ Shapes: R rows of logits, M of them with a grammar, V vocabulary, W 32-bit words
 
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from pipeline.engine.grammar.matcher import RowMatcher
+from pipeline.engine.stats import EngineStats
 from pipeline.kernels.memory import on_device
 
 if TYPE_CHECKING:
@@ -101,17 +102,10 @@ class TokenMask:
             self._missing[index] = None
 
 
-class MaskCounts(Protocol):
-    """Counters of masks: the engine's `EngineStats`."""
-
-    filled_masks: int
-    mask_us: int
-
-
 class MaskFiller:
     """Fills masks on the host's cores, and counts them in `stats`. num_threads: maximum threads."""
 
-    def __init__(self, mask_words: int, vocab_size: int, num_threads: int, stats: MaskCounts) -> None:
+    def __init__(self, mask_words: int, vocab_size: int, num_threads: int, stats: EngineStats) -> None:
         self._mask_words, self._vocab_size, self._num_threads, self._stats = mask_words, vocab_size, num_threads, stats
         self._executor: LLExecutor | None = None
         self._mask_us = 0.0  # thread time of one mask, from the last fill

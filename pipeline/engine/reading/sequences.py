@@ -1,10 +1,8 @@
 """Builds the sequence and the reader of a request with a task."""
 
 from functools import lru_cache
-from typing import Protocol
 
-import numpy as np
-
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.reading.label_tree import LabelReader, LabelTree
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader, StatesReader
 from pipeline.engine.request import Request
@@ -17,16 +15,7 @@ from pipeline.errors import RowError
 _tree_of = lru_cache(maxsize=256)(LabelTree.from_labels)  # usually all rows of a job have the same labels
 
 
-class ModelOutputs(Protocol):
-    """Heads and sizes of a model: a `Runner`."""
-
-    vocab_size: int
-    hidden_size: int
-    has_vocabulary_head: bool
-    class_head_CH: np.ndarray | None
-
-
-def unsupported_reason(request: Request, model: ModelOutputs) -> tuple[RowError, str] | None:
+def unsupported_reason(request: Request, model: Runner) -> tuple[RowError, str] | None:
     """Return why the model cannot compute the request, or the request is empty; None if it can be computed."""
     task, num_tokens = request.task, len(request.prompt_token_ids)
     if isinstance(task, Embed | Classify):
@@ -52,7 +41,7 @@ def unsupported_reason(request: Request, model: ModelOutputs) -> tuple[RowError,
     return None
 
 
-def sequence_of(request: Request, order: int, call: RequestStream, queued_us: int, model: ModelOutputs) -> Sequence:
+def sequence_of(request: Request, order: int, call: RequestStream, queued_us: int, model: Runner) -> Sequence:
     """Build the sequence of a supported request with a task."""
     ids, task = request.prompt_token_ids, request.task
     tree = _tree_of(task.labels) if isinstance(task, Choice) else None

@@ -10,24 +10,16 @@ is needed there, R readers, H hidden.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from pipeline.engine.forward.runner import Runner
 from pipeline.engine.reading.readers import LogprobReader, PoolingReader, StatesReader
 from pipeline.engine.schedule.slot_table import SlotTable, ranges
 from pipeline.engine.schedule.step_plan import StepPlan
 
 LOGIT_VALUES = 1 << 25  # 128 MiB of logits at once, plus some copies: 1,048 rows of a vocabulary of 32,000
-
-
-class OutputEmbedding(Protocol):
-    """Model that computes logits from hidden states: a `Runner`."""
-
-    vocab_size: int
-
-    def logits(self, hidden_RH: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,7 @@ class StepReading:
         start_S, stop_S = start_S[read], stop_S[read]
         return cls(ranges(row_S[read], stop_S - start_S), plan.slot_S[read], start_S, stop_S)
 
-    def read_outputs(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> None:
+    def read_outputs(self, hidden_NH: torch.Tensor, model: Runner, table: SlotTable) -> None:
         """Pass the step's hidden states to the readers: to all of them, or to none if memory runs out."""
         updates = self._logprobs(hidden_NH, model, table) + self._vectors(hidden_NH, table)
         updates += self._states(hidden_NH, table)
@@ -66,7 +58,7 @@ class StepReading:
         for slot in self.slot_S[self.stop_S == table.read_to[self.slot_S]].tolist():
             table.has_been_read(slot)
 
-    def _logprobs(self, hidden_NH: torch.Tensor, model: OutputEmbedding, table: SlotTable) -> list[Callable[[], None]]:
+    def _logprobs(self, hidden_NH: torch.Tensor, model: Runner, table: SlotTable) -> list[Callable[[], None]]:
         readers: list[tuple[LogprobReader, slice]] = []
         indices, tokens = [], []
         for slot, start, stop, first in self._sequences():
@@ -127,7 +119,7 @@ class StepReading:
 
 @torch.inference_mode()
 def token_logprobs(
-    hidden_NH: torch.Tensor, model: OutputEmbedding, index_P: np.ndarray, token_P: np.ndarray, num_top: int = 0
+    hidden_NH: torch.Tensor, model: Runner, index_P: np.ndarray, token_P: np.ndarray, num_top: int = 0
 ) -> tuple[np.ndarray, list[tuple[tuple[int, float], ...]]]:
     """Return the log-probability of token_P[p] after the hidden state with index place_P[p] (ascending), and, with
     num_top, the most likely tokens there; in float32, of the raw logits. NaN where logits are not finite."""

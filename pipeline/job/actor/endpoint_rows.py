@@ -6,7 +6,7 @@ tokens. In other texts a server parses control tokens, so rows whose own text ho
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.data.units import Unit
 from pipeline.endpoint.body import chat_body, completion_body, embedding_body
@@ -16,8 +16,11 @@ from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import RowError
 from pipeline.job.actor.control_tokens import AuthorTexts, ControlTokenCounter
 from pipeline.job.actor.tasks import EmbedTask, JobTask
-from pipeline.job.actor.tokenize import Chat, RowTokenizer, failed_row, read_rows
+from pipeline.job.actor.tokenize import Chat, failed_row, read_rows
 from pipeline.report.record.data_warnings import ControlTokenRows
+
+if TYPE_CHECKING:
+    from pipeline.tokenization.tokenizer import Tokenizer
 
 
 class EndpointRows:
@@ -26,7 +29,7 @@ class EndpointRows:
     def __init__(
         self,
         route: Route,
-        tokenizer: RowTokenizer | None,
+        tokenizer: "Tokenizer | None",
         params: SamplingParams,
         seed: int,
         chat: Chat | None,

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
@@ -33,7 +34,10 @@ from pipeline.job.actor.control_tokens import AuthorTexts, author_texts
 from pipeline.job.actor.endpoint_rows import EndpointRows
 from pipeline.job.actor.row_function import RowFunction
 from pipeline.job.actor.tasks import JobTask
-from pipeline.job.actor.tokenize import Chat, RowTokenizer, Tokenize, chat_of
+from pipeline.job.actor.tokenize import Chat, Tokenize, chat_of
+
+if TYPE_CHECKING:
+    from pipeline.tokenization.tokenizer import Tokenizer
 
 PROMPT = "prompt"  # column of the prompts that a row function makes
 
@@ -62,13 +66,13 @@ class ResolvedPrompt:
         none."""
         return chat_of(self.prompt, self.task_section.type, now)
 
-    def tokenize(self, tokenizer: RowTokenizer, now: datetime | None, *, quality_sample: float = 0.0) -> Tokenize:
+    def tokenize(self, tokenizer: "Tokenizer", now: datetime | None, *, quality_sample: float = 0.0) -> Tokenize:
         """Return the function that turns a unit's rows into requests of our own engine. now: see `chat`.
         quality_sample: share of rows to compare with the reference model."""
         chat, config = self.chat(now), self.config
         return Tokenize(tokenizer, self.params, config.seed, chat, quality_sample, self.task, self.author)
 
-    def endpoint_rows(self, route: Route, tokenizer: RowTokenizer | None, now: datetime | None) -> EndpointRows:
+    def endpoint_rows(self, route: Route, tokenizer: "Tokenizer | None", now: datetime | None) -> EndpointRows:
         """Return the function that turns a unit's rows into requests to a server. tokenizer: counts prompt tokens, if
         the model is on this machine. now: see `chat`."""
         return EndpointRows(route, tokenizer, self.params, self.config.seed, self.chat(now), self.task, self.author)

@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +27,10 @@ from pipeline.engine.tasks import (
     VectorResult,
 )
 from pipeline.errors import ConfigError, RowError
-from pipeline.tokenization.labels import Encodes, encode_labels
+from pipeline.tokenization.labels import encode_labels
+
+if TYPE_CHECKING:
+    from pipeline.tokenization.tokenizer import Tokenizer
 
 Activation = Literal["softmax", "sigmoid", "none"]  # on the logits of a classification head
 
@@ -52,7 +55,7 @@ class JobTask(Protocol):
         """Result columns that replace generated_text and finish_reason."""
         ...
 
-    def asker(self, tokenizer: Encodes) -> MakeRequest:
+    def asker(self, tokenizer: "Tokenizer") -> MakeRequest:
         """Return the function that makes requests of a row with this tokenizer. Thread-safe."""
         ...
 
@@ -73,7 +76,7 @@ class ChoiceTask:
     def fields(self) -> tuple[pa.Field, ...]:
         return _label_fields("probability", "probabilities", "logprob")
 
-    def asker(self, tokenizer: Encodes) -> MakeRequest:
+    def asker(self, tokenizer: "Tokenizer") -> MakeRequest:
         def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             try:
                 return prompt, Choice(tuple(encode_labels(tokenizer, prompt, self._of(own))))
@@ -114,7 +117,7 @@ class ScoreTask:
         )
         return sums if self.top is None else (*sums, pa.field("token_logprobs", LOGPROBS_FIELD.type))
 
-    def asker(self, tokenizer: Encodes) -> MakeRequest:
+    def asker(self, tokenizer: "Tokenizer") -> MakeRequest:
         def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             if not self.of_completion:
                 if len(prompt) < 2:
@@ -151,7 +154,7 @@ class EmbedTask:
     def fields(self) -> tuple[pa.Field, ...]:
         return (pa.field("embedding", pa.list_(pa.float32(), self.length)),)
 
-    def asker(self, tokenizer: Encodes) -> MakeRequest:
+    def asker(self, tokenizer: "Tokenizer") -> MakeRequest:
         def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             return prompt, self.embed
 
@@ -185,7 +188,7 @@ class ClassifyTask:
             return _label_fields("logit", "logits")
         return _label_fields("probability", "probabilities", "logit")
 
-    def asker(self, tokenizer: Encodes) -> MakeRequest:
+    def asker(self, tokenizer: "Tokenizer") -> MakeRequest:
         def make_request(prompt: list[int], own: str | None) -> tuple[list[int], Task]:
             return prompt, Classify()
 

@@ -7,10 +7,10 @@ here.
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.data.units import Unit
 from pipeline.engine.completion import Completion
@@ -21,43 +21,14 @@ from pipeline.errors import ConfigError, RowError
 from pipeline.job.actor.control_tokens import AuthorTexts, ControlTokenCounter
 from pipeline.job.actor.tasks import JobTask, RowRefused
 from pipeline.tokenization.chat_messages import ChatTemplateError
-from pipeline.tokenization.labels import Encodes
 
 if TYPE_CHECKING:
     from pipeline.config.sections.prompt import PromptSection
     from pipeline.config.sections.task import TaskType
+    from pipeline.tokenization.tokenizer import Tokenizer
 
 
 T = TypeVar("T")
-
-
-class RowTokenizer(Encodes, Protocol):
-    """Interface of the tokenizer: `pipeline.tokenization.tokenizer.Tokenizer`, or a test's fake."""
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
-    def encode_template(self, pieces: list[str]) -> list[int]: ...
-
-    @property
-    def control_texts(self) -> Sequence[str]: ...
-
-    def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        system: str | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        now: datetime | None = None,
-    ) -> list[int]: ...
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        system: str | None = None,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        now: datetime | None = None,
-    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -143,7 +114,7 @@ class Tokenize:
 
     def __init__(
         self,
-        tokenizer: RowTokenizer,
+        tokenizer: "Tokenizer",
         params: SamplingParams,
         seed: int,
         chat: Chat | None,

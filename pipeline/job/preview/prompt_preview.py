@@ -82,16 +82,11 @@ def prompt_tokens(
 
 def sampled(total: int, rows: int = _STRETCHES * _STRETCH_ROWS) -> list[InputWindow]:
     """Return evenly spread stretches of the input with about `rows` rows in total; everything if there are no more."""
-    if total <= rows:
-        return [InputWindow(i, start, min(start + _STRETCH_ROWS, total)) for i, start in _stretches(total, total)]
-    return [InputWindow(i, start, start + _STRETCH_ROWS) for i, start in _stretches(total, rows)]
-
-
-def _stretches(total: int, rows: int) -> list[tuple[int, int]]:
-    if rows >= total:
-        return list(enumerate(range(0, total, _STRETCH_ROWS)))
-    count = -(-rows // _STRETCH_ROWS)
-    return [(i, i * total // count) for i in range(count)]
+    starts = range(0, total, _STRETCH_ROWS)
+    if total > rows:
+        count = -(-rows // _STRETCH_ROWS)
+        starts = [i * total // count for i in range(count)]
+    return [InputWindow(i, start, min(start + _STRETCH_ROWS, total)) for i, start in enumerate(starts)]
 
 
 def _quantile(lengths: list[int], q: float) -> int | None:

@@ -12,7 +12,8 @@ from typing import Any
 
 from pipeline.checkpoints.locate import model_kind
 from pipeline.config import FromColumn, JobConfig, Mistake
-from pipeline.data.source import WINDOW_BYTES, Source, cut_windows
+from pipeline.config.identity import window_bytes
+from pipeline.data.source import Source, cut_windows
 from pipeline.errors import EnvironmentFailed, PipelineError, RowError
 from pipeline.job.actor.control_tokens import author_texts
 from pipeline.job.actor.tokenize import Tokenize, chat_of
@@ -110,7 +111,7 @@ def _checkpoint(path: str) -> dict[str, str]:
 
 
 def _input(config: JobConfig, source: Source) -> dict[str, Any]:
-    windows = cut_windows(source, config.run.window_rows, WINDOW_BYTES, config.input.limit)
+    windows = cut_windows(source, config.run.window_rows, window_bytes(config), config.input.limit)
     facts = {
         "path": source.root,
         "files": len(source.files),

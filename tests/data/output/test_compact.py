@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.data.output.compact import PLAN, Compacted, compact
+from pipeline.data.output.inventory import Inventory
 from pipeline.data.output.part_totals import PartTotals
 from pipeline.data.output.parts import SUCCESS, PartName, PartStore
 from pipeline.data.output.result_columns import output_schema
@@ -56,7 +58,7 @@ def _succeed(store: PartStore, totals: PartTotals) -> None:
         "job": "demo", "fingerprint": FINGERPRINT, "input_rows": totals.rows,
         "completed_rows": totals.rows - totals.num_error_rows, "error_rows": totals.num_error_rows,
         "num_generated_tokens": totals.num_generated_tokens, "output_rows": totals.output_rows,
-        "rows_checksum": totals.checksum_hex,
+        "rows_checksum": totals.checksum_hex, **asdict(Inventory.from_store(store)),
     }  # fmt: skip
     store.folder.replace(SUCCESS, json.dumps(counts).encode())
 
@@ -133,6 +135,8 @@ def test_only_single_texts_are_joined(stores):
             sink = pa.BufferOutputStream()
             pq.write_table(table.drop_columns("generated_text"), sink)
             source.folder.replace(name, sink.getvalue().to_pybytes())
+    counts = json.loads(source.folder.read(SUCCESS) or b"") | asdict(Inventory.from_store(source))
+    source.folder.replace(SUCCESS, json.dumps(counts).encode())
     with pytest.raises(OutputError, match="needs one completion for each"):
         run(source, target, "source_file")
 
@@ -190,10 +194,10 @@ def test_other_inputs_and_targets_are_refused(stores):
     with pytest.raises(OutputError, match="not finished; finish it with `pipeline run`"):
         run(source, target)
     source.folder.replace(SUCCESS, b"[]")
-    with pytest.raises(OutputError, match="not written by `pipeline run`"):
+    with pytest.raises(OutputError, match="no _SUCCESS that `pipeline run` wrote"):
         run(source, target)
     source.folder.replace(SUCCESS, raw.replace(b'"completed_rows": 83', b'"completed_rows": 82'))
-    with pytest.raises(OutputError, match="its parts hold 90 rows, but _SUCCESS counts 89"):
+    with pytest.raises(OutputError, match="its parts have 90 rows, but _SUCCESS counts 89"):
         run(source, target)
     source.folder.replace(SUCCESS, raw)
     target.folder.create("other.parquet", b"x")

@@ -232,5 +232,5 @@ def test_the_command(hub, output, pipe, monkeypatch, tmp_path):
     (output / "_SUCCESS").unlink()
     code, _, err = pipe("publish", str(output), HUB_TARGET)
     assert code == 2
-    assert "no _SUCCESS, so the job is not finished; finish it with `pipeline run` first" in err
+    assert "no _SUCCESS that `pipeline run` wrote, so the job is not finished; finish it" in err
     assert Path(output).exists()

@@ -197,17 +197,16 @@ def fp8_launches(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     target: CompileTarget,
-    tile: Fp8Tile | None = None,
 ) -> list[Launch]:
     """Return the launches of out = x @ weight.T + bias: the product, and the sum of its parts if they are separate.
 
-    bias_N is float32. The default tile is `tile_for`'s.
+    bias_N is float32.
     """
     num_tokens, block = x.num_tokens, weight.block
     num_outputs, row_stride = weight.value_NK.shape
     num_blocks = row_stride // block
     parts = parts_of(num_outputs, num_blocks, block, target)
-    tile = tile or tile_for(num_tokens, parts, block, target)
+    tile = tile_for(num_tokens, parts, block, target)
     # Separate parts are written and read again, 8 bytes per token and output: only if few next to the weight.
     is_split = 1 < parts <= row_stride // (16 * num_tokens)
     product_MN = out_MN

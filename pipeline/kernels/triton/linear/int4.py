@@ -425,16 +425,15 @@ def int4_launches(
     bias_N: torch.Tensor | None,
     out_MN: torch.Tensor,
     target: CompileTarget,
-    tile: Int4Tile | None = None,
 ) -> list[Launch]:
     """Return the launches of out = x @ weight.T + bias: the product, and the sum of its parts if there are several.
 
-    Rows of x may be strided. The default tile is `tile_for`'s.
+    Rows of x may be strided.
     """
     num_tokens, num_inputs = x_MK.shape
     num_chunks, num_outputs = weight.num_chunks, weight.num_outputs
     assert x_MK.stride(1) == 1
-    tile = tile or tile_for(num_tokens, num_outputs, num_chunks, target)
+    tile = tile_for(num_tokens, num_outputs, num_chunks, target)
     product_MN = out_MN
     if tile.parts > 1:
         product_MN = torch.empty(tile.parts, num_tokens, num_outputs, dtype=torch.float32, device=x_MK.device)
