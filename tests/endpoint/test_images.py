@@ -29,6 +29,7 @@ from pipeline.endpoint.spec import EndpointRequest, ImageOptions
 from pipeline.engine.sampling_params import SamplingParams
 from pipeline.errors import ConfigError
 from pipeline.job.planning.plan import make_plan
+from pipeline.job.preview.validation import validate_job
 from pipeline.job.running.run import run_job
 from tests.endpoint.fake_server import FakeServer
 from tests.endpoint.odd_images import BAD, GOOD, colour_of, odd_image
@@ -238,6 +239,7 @@ def test_windows_of_images_are_smaller(tmp_path: Path):
     text = yaml.safe_load(path.read_text())
     del text["prompt"]["images"], text["images"]
     found = [make_plan(load_job(path), "server").windows]
+    assert validate_job(load_job(path)).facts["input"]["windows"] == 2
     path.write_text(yaml.safe_dump(text))
     found.append(make_plan(load_job(path), "server").windows)
     assert [[window.num_rows for window in windows] for windows in found] == [[60, 40], [100]]
