@@ -65,7 +65,8 @@ def job_flops(requests: Sequence[RequestTokens], size: DecoderSize, cached_token
     )
     attention = 4.0 * size.heads * float(key_dims)
     head = 2.0 * size.head_parameters * sum(n.output for n in requests)
-    return 2.0 * size.active_parameters * computed + head + attention
+    active = size.linear_parameters - size.expert_parameters + size.active_expert_parameters
+    return 2.0 * active * computed + head + attention
 
 
 def job_bytes(
