@@ -14,7 +14,9 @@ from pipeline.config.job import JobConfig
 FILE_NAME = "job.schema.json"
 
 
-class _Generator(GenerateJsonSchema):
+class SchemaGenerator(GenerateJsonSchema):
+    """Generator of schemas without titles of keys."""
+
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False  # a title "Max Tokens" for `max_tokens`
 
@@ -30,7 +32,7 @@ def job_schema() -> dict[str, Any]:
         "title": "Job file of parquet-batch-inference",
         "description": "One batch inference job: input, prompt, model and output.",
     }
-    return {**JobConfig.model_json_schema(mode="validation", schema_generator=_Generator), **head}
+    return {**JobConfig.model_json_schema(mode="validation", schema_generator=SchemaGenerator), **head}
 
 
 def schema_text() -> str:

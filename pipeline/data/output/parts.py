@@ -4,6 +4,7 @@ A part is the commit record of its unit and appears atomically. The first writer
 finds the part and is done. There is no lock, clock or log: resuming takes one listing of names.
 """
 
+import json
 import re
 import secrets
 from array import array
@@ -11,7 +12,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +27,7 @@ from pipeline.stores.object_folder import open_objects
 from pipeline.stores.read_ahead import read_ahead
 from pipeline.stores.retries import RetryCounts
 
+T = TypeVar("T")
 UNIT_KEY = b"pipeline.unit"  # file metadata: the part's PartTotals as JSON
 NONCE_KEY = b"pipeline.nonce"  # file metadata: random per write, so that equal bytes prove the same write
 SUCCESS = "_SUCCESS"
@@ -220,6 +222,21 @@ class PartStore:
             return True
         self.check_unit(name, self.totals_in(name, self.footer(name)), unit.rows, unit.rows_checksum)
         return False
+
+    def read_record(self, path: str, kind: int, parse: Callable[[dict[str, Any]], T]) -> T | None:
+        """Return `parse` of a JSON record of format `kind`; None if there is none. Raises OutputError if it is of
+        another format, or damaged."""
+        raw = self.folder.read(path)
+        if raw is None:
+            return None
+        name = self.folder.shown(path)
+        try:
+            record = json.loads(raw)
+            if record["format"] != kind:
+                raise OutputError(f"{name}: format {record['format']!r}; this version reads format {kind}")
+            return parse(record)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise OutputError(f"{name}: damaged ({error}); was it edited?") from error
 
     def check_unit(self, name: PartName, part: PartTotals, rows: int, checksum: int) -> None:
         """Raise OutputError unless the part holds the rows of its unit. rows, checksum: of the unit as cut now."""

@@ -9,7 +9,6 @@ from dataclasses import asdict
 
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import DamagedGroup
-from pipeline.errors import OutputError
 
 FOLDER = "_pipeline/damaged"
 FORMAT = 1
@@ -22,17 +21,9 @@ def record_name(window: int) -> str:
 
 def load_damage(store: PartStore, window: int) -> tuple[DamagedGroup, ...] | None:
     """Return the recorded damage of a window; None if there is no record. Raises OutputError if it was edited."""
-    raw = store.folder.read(record_name(window))
-    if raw is None:
-        return None
-    name = store.folder.shown(record_name(window))
-    try:
-        record = json.loads(raw)
-        if record["format"] != FORMAT:
-            raise OutputError(f"{name}: format {record['format']!r}; this version reads format {FORMAT}")
-        return tuple(DamagedGroup(**group) for group in record["damaged"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise OutputError(f"{name}: damaged ({error}); was it edited?") from error
+    return store.read_record(
+        record_name(window), FORMAT, lambda record: tuple(DamagedGroup(**group) for group in record["damaged"])
+    )
 
 
 def record_damage(store: PartStore, window: int, damage: tuple[DamagedGroup, ...]) -> tuple[DamagedGroup, ...]:

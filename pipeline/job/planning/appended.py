@@ -14,7 +14,7 @@ from typing import Any
 
 from pipeline.data.output.parts import PartStore
 from pipeline.data.source import Source
-from pipeline.errors import EnvironmentFailed, FingerprintError, OutputError
+from pipeline.errors import EnvironmentFailed, FingerprintError
 from pipeline.job.planning.fingerprint import file_digests, first_files
 
 FOLDER = "_pipeline/appended"
@@ -34,18 +34,13 @@ class Batches:
     @classmethod
     def load(cls, store: PartStore, append: bool = False) -> "Batches":
         """Read the recorded batches. Raises OutputError if one is damaged."""
-        batches = []
-        for name in sorted(store.folder.names(FOLDER)):
-            try:
-                record = json.loads(store.folder.read(f"{FOLDER}/{name}") or b"")
-                if record["format"] != FORMAT:
-                    raise OutputError(f"{store.folder.shown(f'{FOLDER}/{name}')}: written by another version")
-                batches.append({str(file): str(digest) for file, digest in record["files"].items()})
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise OutputError(
-                    f"{store.folder.shown(f'{FOLDER}/{name}')}: damaged ({error}); was it edited?"
-                ) from error
-        return cls(tuple(batches), first_files(store), append)
+
+        def files(record: dict[str, Any]) -> dict[str, str]:
+            return {str(file): str(digest) for file, digest in record["files"].items()}
+
+        names = sorted(store.folder.names(FOLDER))
+        batches = (store.read_record(f"{FOLDER}/{name}", FORMAT, files) for name in names)
+        return cls(tuple(batch for batch in batches if batch is not None), first_files(store), append)
 
     def arranged(self, source: Source) -> tuple[Source, "Batches"]:
         """Return `source` with its files in the order of the batches, and the batches including a new one if --append

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any
 
 from pipeline.data.output.parts import PartStore
-from pipeline.errors import ConfigError, EnvironmentFailed, FingerprintError, OutputError
+from pipeline.errors import ConfigError, EnvironmentFailed, FingerprintError
 from pipeline.job.actor.rows_again import Kind, RowsAgain
 from pipeline.job.planning.fingerprint import LIMIT, MAX_TOKENS, with_limits_of
 from pipeline.job.planning.plan import JobPlan
@@ -53,14 +53,9 @@ def unfinished(store: PartStore) -> RowsAgain | None:
     begun = sorted(name for name in names if not name.endswith(_DONE))
     if not begun or begun[-1].replace(".json", _DONE) in names:
         return None
-    path = f"{FOLDER}/{begun[-1]}"
-    try:
-        record = json.loads(store.folder.read(path) or b"")
-        if record["format"] != FORMAT:
-            raise OutputError(f"{store.folder.shown(path)}: written by another version")
-        return RowsAgain(tuple(record["kinds"]), dict(record["limits"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise OutputError(f"{store.folder.shown(path)}: damaged ({error}); was it edited?") from error
+    return store.read_record(
+        f"{FOLDER}/{begun[-1]}", FORMAT, lambda record: RowsAgain(tuple(record["kinds"]), dict(record["limits"]))
+    )
 
 
 def check_same(store: PartStore, again: RowsAgain) -> RowsAgain | None:

@@ -8,8 +8,8 @@ import json
 from typing import Any
 
 from pydantic import TypeAdapter
-from pydantic.json_schema import GenerateJsonSchema
 
+from pipeline.config.schema import SchemaGenerator
 from pipeline.job.telemetry.status import Status
 from pipeline.report.record.run_record import RunRecord
 from pipeline.report.run_report import RunReport
@@ -21,16 +21,11 @@ RECORDS: dict[str, tuple[type, str]] = {
 }
 
 
-class _WithoutTitles(GenerateJsonSchema):
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
 def record_schema(name: str) -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of one of RECORDS."""
     kind, title = RECORDS[name]
-    head = {"$schema": GenerateJsonSchema.schema_dialect, "$id": f"{name}.schema.json"}
-    schema = TypeAdapter(kind).json_schema(mode="serialization", schema_generator=_WithoutTitles)
+    head = {"$schema": SchemaGenerator.schema_dialect, "$id": f"{name}.schema.json"}
+    schema = TypeAdapter(kind).json_schema(mode="serialization", schema_generator=SchemaGenerator)
     return head | schema | {"title": title}
 
 
