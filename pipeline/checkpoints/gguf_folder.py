@@ -21,7 +21,7 @@ from pipeline.checkpoints.file_checks import GGUF_TABLE, checked_file, split_fil
 from pipeline.errors import ModelError
 from pipeline.weights.gguf import BLOCK_TYPES, FLOAT_TYPES
 
-EXTRA = "parquet-batch-inference[gguf]"
+EXTRA = "pip install 'parquet-batch-inference[gguf]'"
 _VERSION = 2  # of the contents of these folders
 _TYPES = (*FLOAT_TYPES, *BLOCK_TYPES)
 _ARCHITECTURES = {
@@ -106,7 +106,7 @@ def _write(folder: Path, files: Sequence[Path]) -> None:
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise ModelError(f"{files[0]}: GGUF files need the package gguf; install {EXTRA}") from None
+        raise ModelError(f"{files[0]}: GGUF files need the package gguf; install it with {EXTRA}") from None
     try:
         readers = [GGUFReader(file) for file in files]
     except Exception as error:  # the library raises many kinds for a malformed file

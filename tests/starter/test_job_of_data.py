@@ -106,7 +106,7 @@ def test_without_a_prompt_the_columns_leave_no_doubt():
         (["--prompt", "{text", "--model", "demo"], "--prompt: prompt.template: "),
         (["--prompt", "{text}", "--model", "demo", "--max-tokens", "0"], "--max-tokens: sampling.max_tokens: expected"),
         (["--prompt", "{text}", "--model", "demo", "--labels", "a"], "--labels: task.labels: expected at least two"),
-        (["--prompt", "{text}", "--model", "demo", "--budget", "5"], "--budget: cost: budget_usd needs hourly_usd"),
+        (["--prompt", "{text}", "--model", "demo", "--budget", "5"], "budget_usd needs a price: hourly_usd (--hourly-"),
         (["--prompt", "{text}", "--model", "demo", "--schema", "no.json"], "--schema: sampling.structured_outputs"),
         (["--prompt", "{text}", "--model", "./nowhere"], "'./nowhere': no such folder"),
     ],

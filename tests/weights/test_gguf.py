@@ -246,5 +246,5 @@ def test_the_account_of_memory_is_what_an_engine_holds(tmp_path: Path) -> None:
 def test_without_the_package_the_message_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, _ = make(tmp_path, "llama2", num_hidden_layers=1)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(ModelError, match=re.escape("install parquet-batch-inference[gguf]")):
+    with pytest.raises(ModelError, match=re.escape("pip install 'parquet-batch-inference[gguf]'")):
         locate_model(str(file))

@@ -47,7 +47,7 @@ class CostSection(ConfigSection):
     @model_validator(mode="after")
     def _budget_has_a_price(self) -> "CostSection":
         if self.budget_usd is not None and self.hourly_usd is None and self.usd_per_million is None:
-            raise ValueError("budget_usd needs hourly_usd, the price of machine time, or usd_per_million")
+            raise ValueError("budget_usd needs a price: hourly_usd (--hourly-price) or usd_per_million (--token-price)")
         return self
 
     @property
