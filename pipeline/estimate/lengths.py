@@ -165,9 +165,8 @@ def output_lengths(
         share, floor = ASSUMED.times(float((max_tokens * n).mean())), float(n.mean())
         each = Interval(max(floor, share.low), max(floor, share.expected), max(floor, share.high))
         drawn = np.maximum(1, max_tokens * ASSUMED.expected).astype(int)
-        source = f"an assumption: half of max_tokens, {max_tokens.mean():,.0f} on average" + _per_sample(
-            float(n.mean())
-        )
+        source = f"an assumption: half of max_tokens, {max_tokens.mean():,.0f} on average"
+        source += "" if n.mean() == 1 else f", of each of {n.mean():g} samples of a row"
         return OutputLengths(each, tuple(drawn.tolist()), source)
     everything = sum(known.values(), Histogram())
     rng = np.random.default_rng(0)
@@ -188,7 +187,3 @@ def output_lengths(
     source = f"{everything.count:,} {unit_name} of {len(runs)} earlier run{'s' * (len(runs) > 1)} of this job"
     each = Interval(max(1.0, mean - error), mean, mean + error).times(float(n.mean()))
     return OutputLengths(each, tuple(drawn.tolist()), source)
-
-
-def _per_sample(n: float) -> str:
-    return "" if n == 1 else f", of each of {n:g} samples of a row"

@@ -155,7 +155,7 @@ class Tokenize:
         requests = []
         for i, prompt, params in accepted:
             try:
-                ids = self._encode_chat(prompt, self._chat)
+                ids = self._through_template(self._tokenizer.encode_chat, prompt, self._chat)
                 requests.append(Request(i, ids, params, sampled.get(i), adapter=adapters[i]))
             except ChatTemplateError as refused:
                 failed.append(failed_row(i, RowError.INVALID_MESSAGES, str(refused)))
@@ -183,9 +183,6 @@ class Tokenize:
         if self._in_pieces:
             return "".join(json.loads(prompt))
         return prompt if self._chat is None else self._through_template(self._tokenizer.render_chat, prompt, self._chat)
-
-    def _encode_chat(self, prompt: str, chat: Chat) -> list[int]:
-        return self._through_template(self._tokenizer.encode_chat, prompt, chat)
 
     def _through_template(self, render: Callable[..., T], prompt: str, chat: Chat) -> T:
         messages = json.loads(prompt) if chat.from_messages else [{"role": "user", "content": prompt}]

@@ -168,7 +168,7 @@ class PartWriter:
         if self._results.samples == "rows":
             columns.append([index for _, index, _ in rows])
         if self._results.logprobs:
-            columns.append([self._own(one, _logprobs) for one in each])
+            columns.append([self._own(one, lambda sample: plain_logprobs(sample.logprobs)) for one in each])
         if self._results.prompt_logprobs:
             columns.append([_of_prompt(by_row[i]) if index == 0 else None for i, index, _ in rows])
         if self._results.reasoning:
@@ -221,10 +221,6 @@ class PartWriter:
         if isinstance(completion, RowOfSteps):
             return completion.draft  # also if a later step failed
         return self._own(completion, lambda one: one.text)
-
-
-def _logprobs(completion: Completion) -> list[dict[str, Any]] | None:
-    return plain_logprobs(completion.logprobs)
 
 
 def _of_prompt(completion: Completion) -> list[dict[str, Any] | None] | None:
