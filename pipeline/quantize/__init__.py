@@ -48,7 +48,7 @@ def quantize(
     else:
         writer = LayerWriter(source, config, recipe, output, log)
         writer.run(texts, device)
-        quantization = recipe.quantization_config(writer.linear_names)
+        quantization = recipe.quantization_config(writer.kept)
     if not config.tie_embeddings:
         values = values | {"tie_word_embeddings": False}  # other engines read only this key
     output.finish(source, values | {"quantization_config": quantization})

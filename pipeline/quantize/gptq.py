@@ -4,16 +4,17 @@ Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-tr
 algorithm 1: inputs are quantized one after another, and the error of each is spread over the remaining ones, weighted
 by the inverse of the inputs' second moments.
 
-Shape suffixes: N outputs, K inputs, g inputs of a group, T tokens.
+Shape suffixes: N outputs, K inputs, G groups, b inputs of a block, T tokens.
 """
 
 import torch
 
 from pipeline.errors import ModelError
-from pipeline.quantize.grid import IntLinear, group_scales, to_grid
+from pipeline.quantize.grid import IntLinear, group_grid, to_grid
 
 DAMPING = 0.01  # added to each second moment, relative to their mean; increased tenfold until it suffices
 MAX_DAMPING = 1.0
+BLOCK = 128  # inputs whose errors are spread over later ones in one product
 
 
 class SecondMoments:
@@ -29,44 +30,34 @@ class SecondMoments:
 
 
 def gptq(
-    weight_NK: torch.Tensor,
-    moments_KK: torch.Tensor,
-    bits: int,
-    group_size: int,
-    dtype: torch.dtype,
-    act_order: bool = False,
+    weight_NK: torch.Tensor, moments_KK: torch.Tensor, bits: int, group_size: int, dtype: torch.dtype
 ) -> IntLinear:
     """Return integers in groups of `group_size` inputs, with scales in `dtype`.
 
-    act_order: quantize inputs in descending order of their second moments, so that the most important ones are rounded
-    before errors accumulate; groups follow that order. Raises ModelError for inputs that are not finite.
+    Inputs are quantized in descending order of their second moments ("act-order"), so that the most important ones are
+    rounded before errors accumulate. Groups are still of consecutive inputs, so their scales and zeros are chosen
+    before. Raises ModelError for inputs that are not finite.
     """
-    weight_NK = weight_NK.float().clone()
     n, k = weight_NK.shape
-    order_K = torch.arange(k, device=weight_NK.device)
-    if act_order:
-        order_K = torch.argsort(moments_KK.diagonal(), descending=True, stable=True)
-        weight_NK, moments_KK = weight_NK[:, order_K], moments_KK[order_K][:, order_K]
-    spread_KK = _spread(moments_KK)
+    weight_NK = weight_NK.float()
+    scales_NG, zeros_NG = group_grid(weight_NK, group_size, bits, dtype)
+    order_K = torch.argsort(moments_KK.diagonal(), descending=True, stable=True)
+    weight_NK, spread_KK = weight_NK[:, order_K], _spread(moments_KK[order_K][:, order_K])
     q_NK = torch.empty((n, k), dtype=torch.uint8, device=weight_NK.device)
-    scales = []
-    for start in range(0, k, group_size):
-        stop = start + group_size
-        block_Ng, errors_Ng = weight_NK[:, start:stop], torch.empty((n, group_size), device=weight_NK.device)
-        spread_gg = spread_KK[start:stop, start:stop]
-        scale_N1 = group_scales(block_Ng, bits, dtype)
-        for j in range(group_size):
-            column_N1 = block_Ng[:, j : j + 1]
-            q_N1 = to_grid(column_N1, scale_N1, bits)
-            value_N1 = (q_N1.float() - 2 ** (bits - 1)) * scale_N1.float()
-            error_N1 = (column_N1 - value_N1) / spread_gg[j, j]
-            block_Ng[:, j + 1 :] -= error_N1 * spread_gg[j, j + 1 :]
-            q_NK[:, start + j], errors_Ng[:, j] = q_N1[:, 0], error_N1[:, 0]
-        weight_NK[:, stop:] -= errors_Ng @ spread_KK[start:stop, stop:]
-        scales.append(scale_N1)
-    position_K = torch.empty_like(order_K)
-    position_K[order_K] = torch.arange(k, device=order_K.device)
-    return IntLinear(q_NK[:, position_K], torch.cat(scales, dim=1), (position_K // group_size).int(), bits)
+    for start in range(0, k, BLOCK):
+        order_b = order_K[start : start + BLOCK]
+        stop, group_b = start + len(order_b), order_b // group_size
+        scale_Nb, zero_Nb = scales_NG[:, group_b].float(), zeros_NG[:, group_b].float()
+        block_Nb, spread_bb = weight_NK[:, start:stop], spread_KK[start:stop, start:stop]
+        q_Nb, errors_Nb = torch.empty_like(block_Nb, dtype=torch.uint8), torch.empty_like(block_Nb)
+        for j in range(len(order_b)):
+            q_Nb[:, j] = to_grid(block_Nb[:, j], scale_Nb[:, j], zero_Nb[:, j], bits)
+            value_N = (q_Nb[:, j] - zero_Nb[:, j]) * scale_Nb[:, j]
+            errors_Nb[:, j] = (block_Nb[:, j] - value_N) / spread_bb[j, j]
+            block_Nb[:, j + 1 :] -= errors_Nb[:, j : j + 1] * spread_bb[j, j + 1 :]
+        weight_NK[:, stop:] -= errors_Nb @ spread_KK[start:stop, stop:]
+        q_NK[:, order_b] = q_Nb
+    return IntLinear(q_NK, scales_NG, zeros_NG, bits)
 
 
 def _spread(moments_KK: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Values that a quantized linear may take: symmetric integers with a scale per output and group of inputs, or 8-bit
-floats with a scale per output.
+"""Values that a quantized linear may take: integers with a scale and a zero point per output and group of inputs, or
+8-bit floats with a scale per output.
 
 Shape suffixes: N outputs, K inputs, g inputs of a group, G groups.
 """
@@ -14,53 +14,58 @@ LARGEST_FLOAT8 = 448.0  # of float8_e4m3fn; larger values become NaN
 
 @dataclass(frozen=True)
 class IntLinear:
-    """Linear with weight[n, k] = (q[n, k] - 2^(bits - 1)) * scales[n, group_K[k]], q from 0 to 2^bits - 1.
+    """Linear with weight[n, k] = (q[n, k] - zeros[n, k // g]) * scales[n, k // g], q and zeros from 0 to 2^bits - 1.
 
-    `scales_NG` has the type in which it is stored. `group_K` is k // g, unless inputs were grouped in another order.
+    `scales_NG` has the type in which it is stored.
     """
 
     q_NK: torch.Tensor  # uint8
     scales_NG: torch.Tensor
-    group_K: torch.Tensor  # int32
+    zeros_NG: torch.Tensor  # uint8
     bits: int
-
-    @property
-    def group_size(self) -> int:
-        return self.q_NK.shape[1] // self.scales_NG.shape[1]
 
     def dequantize(self) -> torch.Tensor:
         """Return the exact weight (N, K) in float32."""
-        centered_NK = self.q_NK.float() - 2 ** (self.bits - 1)
-        return centered_NK * self.scales_NG.float()[:, self.group_K.long()]
+        q_NGg = self.q_NK.float().view(*self.scales_NG.shape, -1)
+        return ((q_NGg - self.zeros_NG[..., None]) * self.scales_NG.float()[..., None]).view_as(self.q_NK)
 
     def rows(self, row_N: torch.Tensor) -> "IntLinear":
         """Return these outputs, in this order."""
-        return IntLinear(self.q_NK[row_N], self.scales_NG[row_N], self.group_K, self.bits)
+        return IntLinear(self.q_NK[row_N], self.scales_NG[row_N], self.zeros_NG[row_N], self.bits)
 
 
-def group_scales(weight_Ng: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the scale (N, 1) that maps the largest of a group's weights half a step inside the range, in `dtype`.
+def group_grid(
+    weight_NK: torch.Tensor, group_size: int, bits: int, dtype: torch.dtype, symmetric: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scales, in `dtype`, and zeros (uint8) (N, G), with which the integers cover the weights of each group.
 
-    scale = 2 max|w| / (2^bits - 1), as in GPTQ and compressed-tensors.
+    Their range is from the lowest weight to the highest, extended to include 0. symmetric: from -max|w| to max|w|, and
+    the zero is 2^(bits - 1), so that they end half a step before max|w|. Both as in GPTQ and compressed-tensors.
     """
-    scale_N1 = weight_Ng.abs().amax(dim=1, keepdim=True) * (2 / (2**bits - 1))
-    return scale_N1.clamp_min(SMALLEST_SCALE).to(dtype)
+    top, weight_NGg = 2**bits - 1, weight_NK.view(len(weight_NK), -1, group_size)
+    low_NG, high_NG = weight_NGg.amin(-1).clamp_max(0), weight_NGg.amax(-1).clamp_min(0)
+    if symmetric:
+        high_NG = torch.maximum(high_NG, -low_NG)
+        low_NG = -high_NG
+    scales_NG = ((high_NG - low_NG) / top).clamp_min(SMALLEST_SCALE).to(dtype)
+    zeros_NG = torch.full_like(low_NG, 2 ** (bits - 1)) if symmetric else (-low_NG / scales_NG.float()).round()
+    return scales_NG, zeros_NG.clamp(0, top).to(torch.uint8)
 
 
-def to_grid(weight_Ng: torch.Tensor, scale_N1: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the integers (uint8) nearest to `weight_Ng`."""
-    half = 2 ** (bits - 1)
-    return (torch.round(weight_Ng / scale_N1.float()) + half).clamp(0, 2 * half - 1).to(torch.uint8)
+def to_grid(weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers (uint8) nearest to weights, with their scales and zeros."""
+    return (torch.round(weight / scale.float()) + zero).clamp(0, 2**bits - 1).to(torch.uint8)
 
 
-def round_to_nearest(weight_NK: torch.Tensor, bits: int, group_size: int, dtype: torch.dtype) -> IntLinear:
+def round_to_nearest(
+    weight_NK: torch.Tensor, bits: int, group_size: int, dtype: torch.dtype, symmetric: bool = False
+) -> IntLinear:
     """Round every weight to the nearest integer of its group of `group_size` inputs, with scales in `dtype`."""
-    n, k = weight_NK.shape
-    weight_Xg = weight_NK.float().reshape(-1, group_size)
-    scales_X1 = group_scales(weight_Xg, bits, dtype)
-    q_NK = to_grid(weight_Xg, scales_X1, bits).view(n, k)
-    group_K = torch.arange(k, dtype=torch.int32, device=weight_NK.device) // group_size
-    return IntLinear(q_NK, scales_X1.view(n, -1), group_K, bits)
+    weight_NK = weight_NK.float()
+    scales_NG, zeros_NG = group_grid(weight_NK, group_size, bits, dtype, symmetric)
+    weight_NGg = weight_NK.view(len(weight_NK), -1, group_size)
+    q_NGg = to_grid(weight_NGg, scales_NG[..., None], zeros_NG[..., None], bits)
+    return IntLinear(q_NGg.view_as(weight_NK), scales_NG, zeros_NG, bits)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ Written layers are kept: a later run reads their weights back and continues afte
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -25,8 +24,8 @@ from pipeline.quantize.calibration import Calibration
 from pipeline.quantize.checkpoint_writer import CheckpointWriter
 from pipeline.quantize.gptq import gptq
 from pipeline.quantize.grid import FloatLinear, IntLinear, round_to_nearest, to_float8
-from pipeline.quantize.recipe import WITHOUT_GROUPS, Recipe
-from pipeline.weights.gptq import GptqFormat
+from pipeline.quantize.recipe import Recipe
+from pipeline.weights.awq import AwqFormat
 from pipeline.weights.packed import DenseWeight
 from pipeline.weights.tensor_reader import StoredLinear
 
@@ -46,22 +45,20 @@ class LayerWriter:
         self._files = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
 
     @cached_property
-    def linear_names(self) -> layouts.LinearNames:
-        """Names of the linears, for the quantization_config."""
+    def kept(self) -> list[str]:
+        """Names of the linears that stay as they are, for the quantization_config."""
         config, layer = self._config, self._config.names.layer
-        named = [
-            (field, tuple(name.removeprefix(layer.format(index)) for name, _, _ in parts))
+        kept = [
+            name.removeprefix(layer.format(index))
             for index in range(config.num_layers)
             for field, parts in config.linears(index).items()
+            for name, _, _ in parts
+            if field in KEPT
         ]
-        kept = [name for field, names in named if field in KEPT for name in names]
         for part in (*DRAFT_HEADS, *ENCODERS):
             if any(name.startswith(part) for name in self._reader.checkpoint.home):
-                kept.append(part.removeprefix("model."))
-        return layouts.LinearNames(
-            quantized=[[*names] for names in dict.fromkeys(names for field, names in named if field not in KEPT)],
-            kept=[f".*{re.escape(name)}" for name in dict.fromkeys(kept)],
-        )
+                kept += [part.removeprefix("model.")[:-1], part[:-1]]  # vLLM drops the prefix, transformers does not
+        return [*dict.fromkeys(kept)]
 
     def _linears(self, index: int) -> dict[str, StoredParts]:
         """Return the linears of a layer to quantize."""
@@ -115,21 +112,22 @@ class LayerWriter:
 
     def _quantized(self, weight_NK: torch.Tensor, moments_KK: torch.Tensor | None) -> IntLinear | FloatLinear:
         recipe, dtype = self._recipe, weight_NK.dtype
-        if moments_KK is not None:  # GPTQ's kernels expect float16 scales
-            return gptq(weight_NK, moments_KK, recipe.bits, recipe.group_size, torch.float16, recipe.act_order)
         if recipe.method == "fp8":
             return to_float8(weight_NK, dtype)
-        group_size = weight_NK.shape[1] if recipe.method in WITHOUT_GROUPS else recipe.group_size
-        return round_to_nearest(weight_NK, recipe.bits, group_size, dtype)
+        if recipe.method == "int8":
+            return round_to_nearest(weight_NK, 8, weight_NK.shape[1], dtype, symmetric=True)
+        if moments_KK is None:
+            return round_to_nearest(weight_NK, 4, recipe.group_size, torch.float16)
+        return gptq(weight_NK, moments_KK, 4, recipe.group_size, torch.float16)
 
     def _stored(self, linear: IntLinear | FloatLinear) -> dict[str, torch.Tensor]:
         if isinstance(linear, FloatLinear):
             return layouts.compressed_floats(linear)
-        return layouts.gptq_tensors(linear) if self._recipe.method == "gptq" else layouts.compressed_tensors(linear)
+        return layouts.awq_tensors(linear) if linear.bits == 4 else layouts.compressed_tensors(linear)
 
     def _read_back(self, index: int, weights: LayerWeights) -> dict[str, torch.Tensor]:
-        options = self._recipe.quantization_config(self.linear_names)
-        form = GptqFormat.from_config(options, self._output.partial / "config.json")
+        options = self._recipe.quantization_config(self.kept)
+        form = AwqFormat.from_config(options, self._output.partial / "config.json")
         written = _Written(self._output.partial / self._files[index])
         values = {}
         for field, parts in self._linears(index).items():

@@ -1,48 +1,44 @@
 """Quantized linears in the formats of other engines: named tensors, and their description in config.json.
 
-GPTQ, as AutoGPTQ and GPTQModel write it ("gptq", version 1): `qweight` (K/8, N) int32, value i of a word is input
-8 row + i; `qzeros` (G, N/8) int32, packed along outputs, with the zero minus 1 (version 1's convention); `scales`
-(G, N) float16; `g_idx` (K) int32.
+AWQ, as AutoAWQ writes it (version "gemm"), for 4 bits: `qweight` (K, N/8) int32, `qzeros` (G, N/8) int32, `scales`
+(G, N) float16; value i of a word is output ORDER[i] of its eight.
 
-compressed-tensors "pack-quantized" (vllm-project/compressed-tensors): `weight_packed` (N, K bits / 32) int32, value i
-of a word is input i of that word; `weight_scale` (N, G); `weight_shape` (2). Integers are stored unsigned, increased by
-2^(bits - 1). "float-quantized": `weight` (N, K) float8_e4m3fn and `weight_scale` (N, 1).
+compressed-tensors "pack-quantized" (vllm-project/compressed-tensors), for 8 bits: `weight_packed` (N, K/4) int32, value
+i of a word is input i of that word; `weight_scale` (N, 1); `weight_shape` (2). Integers are stored unsigned, increased
+by 128. "float-quantized": `weight` (N, K) float8_e4m3fn and `weight_scale` (N, 1).
+
+4-bit integers have zero points. vLLM's Marlin kernels take them from this layout and from compressed-tensors, not from
+GPTQ's; transformers 5.23 refuses the packed `weight_zero_point` of compressed-tensors.
 """
 
-from typing import Any, Literal, NamedTuple
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 
 from pipeline.quantize.grid import FloatLinear, IntLinear
+from pipeline.weights.awq import ORDER
 
 
-class LinearNames(NamedTuple):
-    """Names of linears. quantized: in a layer, those that together are one linear here. kept: patterns of the names of
-    others, which stay as they are; the head does too."""
+def awq_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
+    def packed(values_NX: torch.Tensor) -> torch.Tensor:
+        return pack(values_NX.T.unflatten(1, (-1, 8))[..., list(ORDER)].flatten(1), linear.bits)
 
-    quantized: list[list[str]]
-    kept: list[str]
-
-
-def gptq_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
-    zero_GN = torch.full_like(linear.scales_NG.T, 2 ** (linear.bits - 1) - 1, dtype=torch.uint8)
     return {
-        "qweight": pack(linear.q_NK, linear.bits).T.contiguous(),
-        "qzeros": pack(zero_GN, linear.bits),
+        "qweight": packed(linear.q_NK),
+        "qzeros": packed(linear.zeros_NG),
         "scales": linear.scales_NG.T.contiguous(),
-        "g_idx": linear.group_K.clone(),  # fused linears share one tensor, which safetensors does not allow
     }
 
 
-def gptq_config(bits: int, group_size: int, act_order: bool, damping: float, names: LinearNames) -> dict[str, Any]:
-    config = {
-        "quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": True, "desc_act": act_order,
-        "damp_percent": damping, "true_sequential": False, "lm_head": False, "checkpoint_format": "gptq",
+def awq_config(group_size: int, kept: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization_config of an AWQ checkpoint. kept: ends or beginnings of the names of linears that stay
+    as they are; the head does too."""
+    return {
+        "quant_method": "awq", "version": "gemm", "bits": 4, "group_size": group_size, "zero_point": True,
+        "modules_to_not_convert": list(kept) or None,
     }  # fmt: skip
-    if not names.kept:
-        return config
-    dynamic = {f"-:{pattern}": {} for pattern in names.kept}  # read by GPTQModel; the other key by transformers
-    return config | {"dynamic": dynamic, "modules_in_block_to_quantize": names.quantized}
 
 
 def compressed_tensors(linear: IntLinear) -> dict[str, torch.Tensor]:
@@ -57,14 +53,11 @@ def compressed_floats(linear: FloatLinear) -> dict[str, torch.Tensor]:
     return {"weight": linear.value_NK.contiguous(), "weight_scale": linear.scales_N1.contiguous()}
 
 
-def compressed_config(
-    kind: Literal["int", "float"], bits: int, group_size: int | None, names: LinearNames
-) -> dict[str, Any]:
-    """Return the quantization_config of a compressed-tensors checkpoint. group_size None: one scale per output."""
+def compressed_config(kind: Literal["int", "float"], kept: Sequence[str]) -> dict[str, Any]:
+    """Return the quantization_config of a compressed-tensors checkpoint in 8 bits; `kept` as in `awq_config`."""
     weights = {
-        "num_bits": bits, "type": kind, "symmetric": True, "strategy": "channel" if group_size is None else "group",
-        "group_size": group_size, "dynamic": False, "actorder": None, "block_structure": None, "observer": "minmax",
-        "observer_kwargs": {},
+        "num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "group_size": None, "dynamic": False,
+        "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
     }  # fmt: skip
     group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
     return {
@@ -72,7 +65,7 @@ def compressed_config(
         "format": "pack-quantized" if kind == "int" else "float-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head", *(f"re:{pattern}" for pattern in names.kept)],
+        "ignore": ["lm_head", *(f"re:.*{re.escape(name)}" for name in kept)],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }

@@ -1,5 +1,6 @@
 """Quantization recipes: the method and its options, and the checks that a checkpoint supports them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,6 @@ from pipeline.model.config import ModelConfig, read_config
 from pipeline.model.config_values import model_values
 from pipeline.model.load import as_stored
 from pipeline.quantize import layouts
-from pipeline.quantize.gptq import DAMPING
 
 Method = Literal["awq", "gptq", "rtn", "int8", "fp8"]
 WITHOUT_GROUPS = ("int8", "fp8")  # one scale per output
@@ -23,32 +23,24 @@ GROUP_SIZES = (32, 64, 128)
 class Recipe:
     """Quantization method and options.
 
-    awq: int4 with zero points, scaled by the magnitudes of inputs, by autoawq. gptq: int4 that preserves each layer's
-    outputs. rtn: int4, to the nearest. int8, fp8: to the nearest, one scale per output, no groups.
+    awq: int4, scaled by the magnitudes of inputs, by autoawq. gptq: int4 that preserves each layer's outputs. rtn:
+    int4, to the nearest. int8, fp8: to the nearest, one scale per output, no groups. int4 has zero points.
 
-    Raises ConfigError for options that do not fit together.
+    Raises ConfigError for another group size than GROUP_SIZES.
     """
 
     method: Method
     group_size: int = 128
-    act_order: bool = False
 
     def __post_init__(self) -> None:
         if self.group_size not in GROUP_SIZES:
             raise ConfigError(f"--group-size {self.group_size}: expected one of {', '.join(map(str, GROUP_SIZES))}")
-        if self.act_order and self.method != "gptq":
-            raise ConfigError(f"--act-order: only works with gptq, not with {self.method}")
 
-    @property
-    def bits(self) -> int:
-        return 8 if self.method in WITHOUT_GROUPS else 4
-
-    def quantization_config(self, names: layouts.LinearNames) -> dict[str, Any]:
-        """Return the quantization_config of config.json. For awq, autoawq writes it instead."""
-        if self.method == "gptq":
-            return layouts.gptq_config(self.bits, self.group_size, self.act_order, DAMPING, names)
-        group_size = None if self.method in WITHOUT_GROUPS else self.group_size
-        return layouts.compressed_config("float" if self.method == "fp8" else "int", self.bits, group_size, names)
+    def quantization_config(self, kept: Sequence[str]) -> dict[str, Any]:
+        """Return the quantization_config of config.json; `kept` as in `layouts`. For awq, autoawq writes it instead."""
+        if self.method in WITHOUT_GROUPS:
+            return layouts.compressed_config("float" if self.method == "fp8" else "int", kept)
+        return layouts.awq_config(self.group_size, kept)
 
 
 def check_plain(source: Path) -> ModelConfig:

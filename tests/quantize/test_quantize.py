@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,16 +13,18 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, AwqConfig
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from pipeline import Engine, EngineConfig, SamplingParams
 from pipeline.demo.check import wrong_facts
 from pipeline.demo.reports import make_report
 from pipeline.model.config import read_config
 from pipeline.model.load import WeightReader, output_rows
-from pipeline.quantize import awq
+from pipeline.quantize import awq, layers
 from pipeline.quantize.calibration import Calibration
 from pipeline.quantize.checkpoint_writer import CheckpointWriter
+from pipeline.quantize.grid import round_to_nearest
 from tests.model_folders import FAMILIES, Family, load_reference, make_family, small_config, write_checkpoint
 from tests.parity.harness import LOGIT_TOLERANCE, float32_engine, our_logits, reference_logits
 
@@ -63,16 +66,20 @@ def unpacked(words: torch.Tensor, bits: int) -> np.ndarray:
     return np.array(rows)
 
 
+def by_output(words: torch.Tensor) -> np.ndarray:
+    """Unpack AWQ's words: of each, values 0, 4, 1, 5, 2, 6, 3, 7 are outputs 0 to 7."""
+    return unpacked(words, 4).reshape(len(words), -1, 8)[..., [0, 4, 1, 5, 2, 6, 3, 7]].reshape(len(words), -1)
+
+
 @pytest.mark.parametrize(
     ("method", "arguments"),
-    [("rtn", ["--group-size", "32"]), ("int8", []), ("gptq", ["--group-size", "32"]),
-     ("gptq", ["--group-size", "32", "--act-order"])],
+    [("rtn", ["--group-size", "32"]), ("int8", []), ("gptq", ["--group-size", "32"])],
 )  # fmt: skip
 def test_the_files_hold_the_weights_as_their_formats_say_and_the_engine_reads_the_same(
     pipe, base, data, tmp_path, method, arguments
 ):
     given = [*arguments, "--calibration", str(data)] if method == "gptq" else arguments
-    out, bits = tmp_path / "out", 8 if method == "int8" else 4
+    out = tmp_path / "out"
     shown = made(pipe, base, out, method, *given)
     assert f"pipeline eval {out} --against {base}" in shown
     plain, stored = tensors_of(base), tensors_of(out)
@@ -80,20 +87,22 @@ def test_the_files_hold_the_weights_as_their_formats_say_and_the_engine_reads_th
     assert len(linears) == 3 * 7
     values = {}
     for name in linears:
-        if method == "gptq":
-            group = stored[f"{name}.g_idx"].numpy()
-            assert np.bincount(group).tolist() == [32] * (len(group) // 32)
-            assert ("--act-order" in arguments) == (group.tolist() != sorted(group.tolist()))
-            zero = unpacked(stored[f"{name}.qzeros"], 4).T + 1  # (N, G), the older convention
-            assert (zero == 8).all()
-            scale = stored[f"{name}.scales"].float().numpy().T
-            q = unpacked(stored[f"{name}.qweight"].T.contiguous(), 4)
-        else:
+        if method == "int8":
             scale = stored[f"{name}.weight_scale"].float().numpy()
-            group = np.arange(plain[f"{name}.weight"].shape[1]) // (plain[f"{name}.weight"].shape[1] // scale.shape[1])
-            q, zero = unpacked(stored[f"{name}.weight_packed"], bits), np.full(scale.shape, 2 ** (bits - 1))
+            q, zero = unpacked(stored[f"{name}.weight_packed"], 8), np.full(scale.shape, 128)
             assert stored[f"{name}.weight_shape"].tolist() == list(plain[f"{name}.weight"].shape)
+        else:
+            qweight, qzeros, scales = (stored[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales"))
+            assert scales.dtype == torch.float16
+            scale, q, zero = scales.float().numpy().T, by_output(qweight).T, by_output(qzeros).T
+            assert len(np.unique(zero)) > 4
+        group = np.arange(q.shape[1]) // (q.shape[1] // scale.shape[1])
         values[name] = (q - zero[:, group]) * scale[:, group]
+        if method != "int8":
+            from awq.utils.packing_utils import dequantize_gemm  # takes seconds to import
+
+            library = dequantize_gemm(qweight, qzeros, scales.float(), 4, 32)
+            np.testing.assert_array_equal(library.numpy().T, values[name].astype(np.float32))
         off = np.abs(values[name] - plain[f"{name}.weight"].numpy()) / scale[:, group]
         assert off.max() < (0.51 if method != "gptq" else 8)
         assert off.mean() < (0.3 if method != "gptq" else 1)
@@ -253,8 +262,9 @@ def test_a_quantized_family_computes_what_its_weights_say(pipe, data, tmp_path, 
     assert float(difference) < LOGIT_TOLERANCE
 
 
-def test_linears_that_stay_in_16_bits_are_named_as_other_engines_expect(pipe, data, tmp_path):
-    """The model has Gated DeltaNet layers and a head that drafts tokens (MTP). GPTQ is closer to it than rounding."""
+def test_linears_that_stay_in_16_bits_are_named_as_other_engines_expect(pipe, data, tmp_path, monkeypatch):
+    """The model has Gated DeltaNet layers and a head that drafts tokens (MTP). GPTQ is closer to it than rounding, and
+    rounding closer than rounding without zero points."""
     base = write_checkpoint(tmp_path / "base", QWEN3_5, small_config(64, 96, 2, 4, 2) | QWEN3_5.options, 3)
     save_file({"mtp.fc.weight": torch.ones(8, 8)}, base / "mtp.safetensors")
     index = json.loads((base / "model.safetensors.index.json").read_text())
@@ -263,24 +273,30 @@ def test_linears_that_stay_in_16_bits_are_named_as_other_engines_expect(pipe, da
     text = "".join(np.random.default_rng(6).choice(list("abcdefgh ,."), 110))  # as in `data`
     ids = AutoTokenizer.from_pretrained(base)(text)["input_ids"]
     distances = {}
-    for method, group in (
-        ("gptq", ["--group-size", "32", "--calibration", str(data)]),
-        ("rtn", ["--group-size", "32"]),
-    ):
+    for method, options in MADE.items():
         out = tmp_path / method
-        made(pipe, base, out, method, *group)
-        options = json.loads((out / "config.json").read_text())["quantization_config"]
+        made(pipe, base, out, method, *options, *(["--calibration", str(data)] if method == "gptq" else []))
+        described = json.loads((out / "config.json").read_text())["quantization_config"]
         stored = tensors_of(out)
         whole = {name[:-7] for name, t in stored.items() if name.endswith(".weight") and t.ndim == 2} - {EMBEDDING}
-        packed = {name.rpartition(".")[0] for name in stored if name.endswith(("qweight", "weight_packed"))}
+        quantized = {name.rpartition(".")[0] for name in stored if name.endswith(("qweight", "weight_scale"))}
+        whole -= quantized
         assert {name.rpartition(".")[2] for name in whole} == {"in_proj_a", "in_proj_b", "fc"}
-        patterns = [text[3:] for text in options.get("ignore", []) if text.startswith("re:")]
-        patterns += [text[2:] for text in options.get("dynamic", {}) if text.startswith("-:")]
-        assert {name for name in whole | packed if any(re.match(each, name) for each in patterns)} == whole
-        assert any(re.match(each, "model.layers.0.linear_attn.in_proj_ba") for each in patterns), "fused by vLLM"
-        chosen = [name for names in options.get("modules_in_block_to_quantize", []) for name in names]
-        assert method != "gptq" or {name for name in whole | packed if name.endswith((*chosen,))} == packed
+        fused = "model.layers.0.linear_attn.in_proj_ba"  # of vLLM
+        if method == "fp8":
+            patterns = [text[3:] for text in described["ignore"] if text.startswith("re:")]
+            assert {name for name in whole | quantized if any(re.match(each, name) for each in patterns)} == whole
+            assert any(re.match(each, fused) for each in patterns)
+            continue
+        kept = described["modules_to_not_convert"]
+        assert {name for name in whole | quantized if any(each in name for each in kept)} == whole, "vLLM's rule"
+        assert any(each in fused for each in kept)
+        assert {name for name in whole | quantized if not should_convert_module(name, kept)} == whole
+        assert AwqConfig(**described).to_dict().items() >= described.items()
         distances[method] = divergence(base, out, ids)
+    monkeypatch.setattr(layers, "round_to_nearest", partial(round_to_nearest, symmetric=True))
+    made(pipe, base, tmp_path / "symmetric", "rtn", *MADE["rtn"])
+    assert distances["rtn"] < 0.9 * divergence(base, tmp_path / "symmetric", ids)
     assert distances["gptq"] < 0.7 * distances["rtn"]
 
 
@@ -307,7 +323,6 @@ def test_a_family_that_cannot_be_quantized_is_refused(pipe, tmp_path, name):
     [
         (["BASE", "--output", "OUT", "--method", "gptq"], "give either --calibration PATH"),
         (["BASE", "--output", "OUT", "--method", "rtn", "--job", "j.yaml"], "needs no texts"),
-        (["BASE", "--output", "OUT", "--method", "rtn", "--act-order"], "only works with gptq"),
         (["BASE", "--output", "OUT", "--method", "rtn"], "= 64 is not a multiple of --group-size 128; --group-size 64"),
         (["BASE", "--output", "OUT", "--group-size", "32", "--calibration", "DATA"], "of 64, as awq requires"),
         (["BASE", "--output", "FULL", "--method", "int8"], "already exists and is not empty"),

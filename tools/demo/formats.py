@@ -27,7 +27,6 @@ SOURCE = demo_model("target")
 RECIPES = {
     "awq": Recipe("awq"),
     "gptq": Recipe("gptq"),
-    "gptq-act-order": Recipe("gptq", act_order=True),
     "rtn": Recipe("rtn"),
     "int8": Recipe("int8"),
     "fp8": Recipe("fp8"),

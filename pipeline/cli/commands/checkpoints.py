@@ -169,7 +169,6 @@ def eval_command(
               help="awq, gptq: int4, calibrated on texts; rtn, int8, fp8: round to nearest.")  # fmt: skip
 @click.option("--group-size", type=click.Choice(["32", "64", "128"]), default="128", show_default=True,
               help="Inputs that share a scale; int8 and fp8 have one scale per output.")  # fmt: skip
-@click.option("--act-order", is_flag=True, help="gptq: quantize the most important inputs first (desc_act).")
 @_texts_of("--calibration", "calibrated with")
 @click.option("--samples", type=click.IntRange(min=1), default=128, show_default=True, metavar="N",
               help="Number of calibration rows, chosen by --seed.")  # fmt: skip
@@ -184,7 +183,6 @@ def quantize_command(
     output: str,
     method: Any,
     group_size: str,
-    act_order: bool,
     texts: _Texts,
     samples: int,
     max_length: int,
@@ -201,7 +199,7 @@ def quantize_command(
       pipeline quantize models/base --output models/base-int8 --method int8
 
     Calibrate on texts like those of the job: --job uses its input, rendered as the job sends it. The result is in a
-    format that other engines read too: AutoAWQ (gemm) for awq, GPTQ for gptq, compressed-tensors for the others.
+    format that other engines read too: AutoAWQ (gemm) for int4, compressed-tensors for int8 and fp8.
 
     Writes to DIR.partial and renames it when it is complete; replaces nothing. After an interruption the same command
     resumes after the last written layer (awq, done by autoawq, starts again).
@@ -212,7 +210,7 @@ def quantize_command(
     from pipeline.quantize.awq import check_installed
     from pipeline.quantize.recipe import CALIBRATED, check_plain
 
-    recipe = Recipe(method, int(group_size), act_order)
+    recipe = Recipe(method, int(group_size))
     if method == "awq":
         check_installed()
     config = None
