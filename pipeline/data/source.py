@@ -125,6 +125,11 @@ class Source:
         return [f.relative for f in files if compression_of(f.relative) is not None]
 
     @property
+    def empty(self) -> list[str]:
+        """All files if none has rows, else none."""
+        return [] if self.num_rows else [f.relative for f in self.files]
+
+    @property
     def num_rows(self) -> int:
         return sum(f.num_rows for f in self.files)
 

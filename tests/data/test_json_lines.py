@@ -208,7 +208,7 @@ def test_a_large_compressed_file_is_named_with_a_command_that_avoids_its_cost(tm
     sizes = [2 * 10**9, 2 * 10**9, 2 * 10**9, 10**8]
     large = replace(source, files=tuple(replace(f, size=size) for f, size in zip(source.files, sizes, strict=True)))
     assert large.large_compressed == ["a.jsonl.gz", "b.ndjson.zst"]
-    (warning,) = input_warnings([], [], large.large_compressed)
+    (warning,) = input_warnings([], [], large.large_compressed, [])
     text = warning.to_text()
     assert text.startswith("2 large compressed files of text (a.jsonl.gz): each window decompresses")
     command = text.partition("python -c ")[2].strip('"').replace("FILE", "b.ndjson.zst")

@@ -123,7 +123,8 @@ def _input(config: JobConfig, source: Source) -> dict[str, Any]:
         "columns": {f.name: str(f.type) for f in source.schema},
     }
     warnings = [
-        vars(warning) for warning in input_warnings(source.passed_over, source.unified_texts, source.large_compressed)
+        vars(warning)
+        for warning in input_warnings(source.passed_over, source.unified_texts, source.large_compressed, source.empty)
     ]
     return {"input": facts, "warnings": warnings}
 

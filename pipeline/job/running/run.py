@@ -144,8 +144,9 @@ def run_job(
                 redo=redo,
             )
             log.skipped_files = [SkippedInput(f.relative, f.size, f.reason) for f in plan.source.skipped]
+            source = plan.source
             log.warnings = input_warnings(
-                plan.source.passed_over, plan.source.unified_texts, plan.source.large_compressed
+                source.passed_over, source.unified_texts, source.large_compressed, source.empty
             )
             totals = left.totals(store, log, earlier, plan)
             log.driver_us["planning"] = (time.monotonic_ns() - started_ns) // 1000

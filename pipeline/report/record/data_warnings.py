@@ -13,6 +13,7 @@ WarningKind = Literal[
     "files_passed_over",
     "columns_unified",
     "large_compressed_lines",
+    "no_rows",
     "control_tokens_in_template",
     "control_tokens_in_rows",
 ]
@@ -22,6 +23,7 @@ _COUNTED: dict[WarningKind, tuple[str, str]] = {
     "files_passed_over": ("file", "of another format skipped"),
     "columns_unified": ("column", "stored in several types"),
     "large_compressed_lines": ("large compressed file", "of text"),
+    "no_rows": ("file", "without a row"),
     "control_tokens_in_template": ("row", "with control tokens that the job file writes as text"),
     "control_tokens_in_rows": ("row", "with texts of control tokens in the data"),
 }
@@ -32,6 +34,7 @@ _ADVICE: dict[WarningKind, str] = {
     "large_compressed_lines": "each window decompresses its file from the beginning; use the decompressed file, "
     """python -c "import pyarrow as a, shutil, os; f = 'FILE'; """
     """shutil.copyfileobj(a.input_stream(f), open(os.path.splitext(f)[0], 'wb'))\"""",
+    "no_rows": "nothing is computed; check input.path",
     "control_tokens_in_template": "the model reads them as plain text; use prompt.messages for chats, prompt.chat for "
     "a single turn, or set prompt.special_tokens: template",
     "control_tokens_in_rows": "text from data is never a control token; use prompt.messages for chats, or prompt.chat "
@@ -87,13 +90,15 @@ def data_warning(kind: WarningKind, count: int, example: str) -> DataWarning:
 
 
 def input_warnings(
-    passed_over: Sequence[str], unified: Sequence[str], large_compressed: Sequence[str]
+    passed_over: Sequence[str], unified: Sequence[str], large_compressed: Sequence[str], empty: Sequence[str]
 ) -> list[DataWarning]:
     """Return the warnings about the input found at planning. passed_over: files of other formats. unified: descriptions
-    of columns that files store in several types. large_compressed: files that each window decompresses again."""
+    of columns that files store in several types. large_compressed: files that each window decompresses again. empty:
+    all files, if none has rows."""
     found: dict[WarningKind, Sequence[str]] = {
         "files_passed_over": passed_over,
         "columns_unified": unified,
         "large_compressed_lines": large_compressed,
+        "no_rows": empty,
     }
     return [data_warning(kind, len(each), each[0]) for kind, each in found.items() if each]

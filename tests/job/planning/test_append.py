@@ -204,10 +204,12 @@ def test_in_a_store(begun):
 
 @pytest.mark.parametrize("rows", [0, 1, 45])
 def test_a_first_run_of_no_rows_has_an_empty_part_and_loses_none_of_what_is_appended(job, rows):
-    run(job.rows([]))
+    report, _ = run(job.rows([]))
+    assert [warning.kind for warning in report.warnings] == ["no_rows"]
     (empty,) = job.parts()
     add(job, "a.parquet", [f"more {i}" for i in range(rows)], 50)
     report, _ = run(job, append=True)
+    assert len(report.warnings) == (rows == 0)
     assert (report.rows.input, report.rows.written) == (rows, rows)
     add(job, "b.parquet", [f"last {i}" for i in range(5)], 100)
     run(job, append=True)
